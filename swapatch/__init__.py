@@ -1,0 +1,49 @@
+"""Compact sliding-window attention for Hugging Face Gemma 3 and 4: patch a loaded model in place, undo in one call.
+
+>>> import swapatch
+>>> sorted(swapatch.__all__) == swapatch.__all__
+True
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ._compat import UntestedVersionWarning
+from ._errors import (
+    AlreadyPatchedError,
+    CacheStateError,
+    PatchConflictError,
+    SwapatchError,
+    UnsupportedModelError,
+    UnsupportedVersionError,
+)
+from .api import PatchHandle, Status, is_patched, patch, status, unpatch
+from .cache import CompactCache
+from .report import LayerReport, Report, report
+from .switch import disabled
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyPatchedError",
+    "CacheStateError",
+    "CompactCache",
+    "LayerReport",
+    "PatchConflictError",
+    "PatchHandle",
+    "Report",
+    "Status",
+    "SwapatchError",
+    "UnsupportedModelError",
+    "UnsupportedVersionError",
+    "UntestedVersionWarning",
+    "disabled",
+    "is_patched",
+    "patch",
+    "report",
+    "status",
+    "unpatch",
+]
+
+logging.getLogger("swapatch").addHandler(logging.NullHandler())

@@ -1,0 +1,54 @@
+"""Everything that depends on a version of transformers."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import transformers
+from transformers.masking_utils import create_causal_mask
+
+from ._errors import UnsupportedVersionError, explain
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names of the cache in calls and outputs: the first from transformers 5.24 on, the second before."""
+
+CACHE_NAME = next(name for name in CACHE_NAMES if name in inspect.signature(create_causal_mask).parameters)
+"""The name that the installed transformers uses."""
+
+
+def cache_in(kwargs: dict[str, Any]) -> Any:
+    """The cache among these keyword arguments, under either name, or None."""
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+OLDEST, NEWEST = (5, 15), (5, 24)
+"""Minor versions of transformers between which the test suite was run."""
+
+
+class UntestedVersionWarning(UserWarning):
+    """The installed transformers fits, as far as can be seen, but the test suite was not run with it."""
+
+
+def check_version(strict: bool) -> None:
+    """Warn of a version that was not tested, or raise with ``strict``.
+
+    Raises:
+        UnsupportedVersionError: with ``strict``, for an untested version.
+    """
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if OLDEST <= found <= NEWEST:
+        return
+    message = explain(
+        f"transformers {transformers.__version__}",
+        f"tested with {_dotted(OLDEST)} to {_dotted(NEWEST)}",
+        "compare a few outputs with and without the patch, or install a tested version",
+    )
+    if strict:
+        raise UnsupportedVersionError(message)
+    warnings.warn(message, UntestedVersionWarning, stacklevel=3)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

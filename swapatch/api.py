@@ -1,0 +1,250 @@
+"""Patching and undoing: what a user calls."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from types import MethodType, TracebackType
+from typing import Any
+
+from torch import nn
+from transformers.generation import GenerationMixin
+
+from ._compat import check_version
+from ._errors import AlreadyPatchedError, PatchConflictError, UnsupportedModelError, explain
+from ._undo import UndoLog
+from .attention import BACKENDS
+from .cache import check_layout
+from .families import FAMILIES, Family
+from .generate import PREPARE_CACHE, CacheMaker, MethodWrapper
+from .geometry import anchored_rows
+from .masks import text_masks
+from .plan import ModelPlan, plan_model
+from .step import StepHook, commit_hook
+from .switch import is_disabled
+
+logger = logging.getLogger("swapatch")
+
+_HANDLE = "_swapatch_handle"
+
+
+def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict: bool = False) -> PatchHandle:
+    """Patch a loaded Gemma model in place, so that its sliding layers keep and attend only their window.
+
+    All checks come before the first change, and a failure on the way takes back what was done. Patching again with the
+    same options gives the same handle. Nothing is changed while swapatch is switched off.
+
+    Args:
+        model: a loaded transformers model, with or without a language modeling head.
+        layout: how the sliding buffers are laid out; ``"anchored"``.
+        backend: who computes the attention; ``"auto"``, ``"windowed"``, or ``"reference"`` (slow, for debugging).
+        strict: treat a version of transformers that was not tested as an error, not as a warning.
+
+    Returns:
+        The handle that undoes it, also a context manager.
+
+    Raises:
+        UnsupportedModelError: the model is not one that swapatch knows.
+        UnsupportedVersionError: transformers does not fit, or, with ``strict``, was not tested.
+        AlreadyPatchedError: patched before with other options.
+        PatchConflictError: somebody else has replaced what swapatch would replace.
+        ValueError: an unknown layout or backend.
+    """
+    check_layout(layout)
+    if backend not in BACKENDS:
+        raise ValueError(explain(f"backend={backend!r}", ", ".join(map(repr, BACKENDS)), "pass one of these"))
+    if is_disabled():
+        logger.info("switched off: %s stays as it is", type(model).__name__)
+        return PatchHandle(model, None, layout, backend, UndoLog())
+    if (existing := _find_handle(model)) is not None:
+        if (existing.layout, existing.backend) == (layout, backend):
+            return existing
+        raise AlreadyPatchedError(
+            explain(f"{existing!r}", f"one patch at a time, wanted layout={layout!r}, backend={backend!r}", "undo it")
+        )
+    plan = plan_model(model)
+    check_version(strict)
+    parts = _locate(model, plan)
+    handle = PatchHandle(model, plan, layout, backend, UndoLog())
+    try:
+        _apply(handle, parts)
+    except BaseException:
+        handle._log.undo()
+        raise
+    logger.info("patched: %r", handle)
+    return handle
+
+
+def unpatch(model: Any) -> bool:
+    """Undo the patch of a model, if it has one; says whether it had.
+
+    Raises:
+        PatchConflictError: somebody has wrapped a replaced method since; nothing is changed.
+    """
+    handle = _find_handle(model)
+    if handle is None:
+        return False
+    handle.undo()
+    return True
+
+
+def is_patched(model: Any) -> bool:
+    """Whether the model is patched at the moment.
+
+    >>> is_patched(nn.Linear(1, 1))
+    False
+    """
+    return _find_handle(model) is not None
+
+
+def status(model: Any) -> Status:
+    """What the patch of a model is, and whether anybody has changed a replaced method since."""
+    handle = _find_handle(model)
+    if handle is None or handle.plan is None:
+        return Status(patched=False)
+    return Status(
+        patched=True,
+        layout=handle.layout,
+        backend=handle.backend,
+        window=handle.plan.window,
+        sliding_layers=handle.plan.sliding,
+        layers=len(handle.plan.layers),
+        irregular=tuple(handle._log.irregular()),
+    )
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a model.
+
+    Attributes:
+        patched: whether it is patched.
+        layout, backend: the options it was patched with.
+        window: keys that a query of a sliding layer sees.
+        sliding_layers: indices of the layers that were replaced.
+        layers: how many layers the model has.
+        irregular: replaced attributes that somebody has changed since; undo refuses while there are any.
+    """
+
+    patched: bool
+    layout: str | None = None
+    backend: str | None = None
+    window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    layers: int = 0
+    irregular: tuple[str, ...] = ()
+
+
+class PatchHandle:
+    """What :func:`patch` returns. As a context manager it undoes the patch on leaving the block."""
+
+    def __init__(self, model: Any, plan: ModelPlan | None, layout: str, backend: str, log: UndoLog) -> None:
+        self.model = model
+        self.plan = plan
+        self.layout = layout
+        self.backend = backend
+        self._log = log
+
+    @property
+    def active(self) -> bool:
+        """Whether the patch is in place."""
+        return bool(self._log.slots)
+
+    def undo(self) -> None:
+        """Put the model back exactly as it was. Calling it again does nothing.
+
+        Raises:
+            PatchConflictError: somebody has wrapped a replaced method since; nothing is changed.
+        """
+        if self.active:
+            self._log.undo()
+            logger.info("undone: %r", self)
+
+    def __enter__(self) -> PatchHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        name, state = type(self.model).__name__, "active" if self.active else "inactive"
+        if self.plan is None:
+            return f"<swapatch: {name}, switched off, {state}>"
+        layers = f"{len(self.plan.sliding)} of {len(self.plan.layers)} layers"
+        rows = f"window {self.plan.window}, {self.layout} {anchored_rows(self.plan.window)} rows"
+        return f"<swapatch: {name}, {layers}, {rows}, {self.backend}, {state}>"
+
+
+@dataclass
+class _Parts:
+    """The modules of a model that are touched, with their names."""
+
+    family: Family
+    text: nn.Module
+    attentions: list[tuple[str, nn.Module]]
+    visions: list[nn.Module]
+    generators: list[tuple[str, nn.Module]]
+
+
+def _find_handle(model: Any) -> PatchHandle | None:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((vars(module)[_HANDLE] for module in modules if _HANDLE in vars(module)), None)
+
+
+def _locate(model: Any, plan: ModelPlan) -> _Parts:
+    """Find what to touch, and refuse what does not look as expected."""
+    family = FAMILIES[plan.model_type]
+    named = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    texts = [name for name, module in named.items() if isinstance(module, family.text_model)]
+    if len(texts) != 1:
+        raise UnsupportedModelError(
+            explain(
+                f"{len(texts)} modules of class {family.text_model.__name__} in {type(model).__name__}",
+                "a loaded model with exactly one",
+                "pass the model itself, not its config or a collection",
+            )
+        )
+    prefix = f"{texts[0]}.layers" if texts[0] else "layers"
+    attentions = [(f"{prefix}.{i}.self_attn", named[f"{prefix}.{i}.self_attn"]) for i in plan.sliding]
+    for name, attention in attentions:
+        _check_attention(name, attention, family)
+    generators = [(name, module) for name, module in named.items() if isinstance(module, GenerationMixin)]
+    visions = [module for module in named.values() if isinstance(module, family.vision_model)]
+    return _Parts(family, named[texts[0]], attentions, visions, generators)
+
+
+def _check_attention(name: str, attention: nn.Module, family: Family) -> None:
+    stock = family.attention.forward
+    slot = _forward_slot(attention)
+    found = vars(attention).get(slot, MethodType(type(attention).forward, attention))
+    if getattr(found, "__func__", found) is not stock:
+        raise PatchConflictError(
+            explain(
+                f"{name}.{slot} is {getattr(found, '__qualname__', found)!s}",
+                f"{stock.__qualname__} as transformers has it",
+                "take that replacement off before patching",
+            )
+        )
+
+
+def _forward_slot(module: nn.Module) -> str:
+    """The attribute that holds the forward: under a hook of accelerate that is another one."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
+def _apply(handle: PatchHandle, parts: _Parts) -> None:
+    log = handle._log
+    for name, attention in parts.attentions:
+        slot = _forward_slot(attention)
+        log.set(f"{name}.{slot}", attention, slot, MethodType(parts.family.forward, attention))
+    for name, generator in parts.generators:
+        wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
+        log.set(f"{name}.{PREPARE_CACHE}".lstrip("."), generator, PREPARE_CACHE, wrapper)
+    for module in parts.visions:
+        hook = StepHook(handle.layout, handle.backend, parts.family.masks, parts.family.types_name)
+        log.hook_before(module, hook)
+    log.hook_before(parts.text, StepHook(handle.layout, handle.backend, text_masks))
+    log.hook_after(parts.text, commit_hook)
+    log.set(_HANDLE, parts.text, _HANDLE, handle)

@@ -1,0 +1,35 @@
+"""The definition of masked attention, in float32 and in as few words as possible. Slow; for tests and debugging."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Softmax of the scaled, masked scores, times the values; a query that sees nothing gets zeros.
+
+    Args:
+        query: ``[batch, heads, queries, head_dim]``.
+        key, value: ``[batch, kv_heads, keys, head_dim]``, ``heads`` a whole multiple of ``kv_heads``.
+        mask: additive, ``[batch or 1, 1, queries, keys]``, or None.
+        causal: query ``i`` sees keys up to ``i``; only without a mask.
+        scale: multiplies the scores.
+
+    Returns:
+        ``[batch, heads, queries, head_dim]`` in the query's dtype.
+
+    >>> ones = torch.ones(1, 1, 2, 4)
+    >>> attend(ones, ones, ones, None, True, 1.0).flatten().unique()
+    tensor([1.])
+    """
+    groups = query.shape[1] // key.shape[1]
+    keys = key.float().repeat_interleave(groups, dim=1)
+    values = value.float().repeat_interleave(groups, dim=1)
+    scores = query.float() @ keys.transpose(2, 3) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    if mask is not None:
+        scores = scores + mask.float()
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+    return (weights @ values).to(query.dtype)

@@ -1,0 +1,262 @@
+"""The compact cache: an ordinary transformers ``Cache`` whose sliding layers hold a bounded buffer.
+
+Global layers are transformers' own. A sliding layer keeps rows of zeros that tokens are written into, and forgets what
+no query can see any more. What it returns from ``update`` and says of itself is what transformers' own
+``DynamicSlidingWindowLayer`` would: so code that knows nothing of swapatch, an unpatched model included, can use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
+
+from ._errors import CacheStateError, explain
+from .geometry import Span, anchored_rows, ceil64, past_size, roll_origin
+from .plan import ModelPlan, plan_model, text_config
+
+LAYOUTS = ("anchored",)
+
+
+class AnchoredLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values of one sliding layer, rows in time order: row ``r`` holds position ``origin + r``.
+
+    ``keys`` and ``values`` are ``[batch, kv_heads, rows, head_dim]``, zero where nothing was written. When the rows are
+    full the buffer rolls: a fresh one takes over the rows that are still visible, 64 rows lower.
+
+    Args:
+        window: number of keys a query sees, itself included.
+    """
+
+    is_sliding = True
+    is_croppable = True
+    keys: Any  # Tensor, or None before the first token
+    values: Any
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.sliding_window = window
+        self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
+        self.seen = 0
+        self.origin = 0
+        # `recorded` counts the tokens that a crop must be able to take back, so nothing they need is forgotten.
+        self.record_past = False
+        self.recorded = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(window={self.sliding_window}, rows={self.rows}, seen={self.seen})"
+
+    # -- storage --
+
+    @property
+    def rows(self) -> int:
+        """Rows of the buffer, written or not; 0 before the first token."""
+        return 0 if self.keys is None else int(self.keys.shape[2])
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers for keys and values like these, ``[batch, kv_heads, any, head_dim]``."""
+        self.device = key_states.device
+        rows = anchored_rows(self.sliding_window)
+        self.keys, self.values = _zeros(key_states, rows), _zeros(value_states, rows)
+        self.is_initialized = True
+
+    def make_room(self, tokens: int) -> None:
+        """Make sure that ``tokens`` more rows can be written: roll when full, grow only while recording."""
+        stop = self.seen + tokens
+        takeback = self.recorded + tokens if self.record_past else 0
+        keep = stop - takeback - past_size(stop - takeback, self.sliding_window)
+        origin = roll_origin(self.origin, stop, self.rows, keep)
+        rows = self.rows
+        if stop - origin > rows:
+            rows = anchored_rows(self.sliding_window) + ceil64(takeback)
+        if origin != self.origin or rows != self.rows:
+            self._move(origin, rows)
+
+    def _move(self, origin: int, rows: int) -> None:
+        """Into fresh zeros of ``rows`` rows that begin at ``origin``; a buffer cannot shift into itself in one copy."""
+        kept = Span(origin - self.origin, self.seen - self.origin)
+        fresh = []
+        for old in (self.keys, self.values):
+            new = _zeros(old, rows)
+            if kept.size > 0:
+                new[:, :, : kept.size] = old[:, :, kept.start : kept.stop]
+            fresh.append(new)
+        self.keys, self.values = fresh
+        self.origin = origin
+
+    def past(self) -> tuple[Tensor, Tensor]:
+        """Views of the keys and values that a next token can see, ``[batch, kv_heads, min(seen, W - 1), head_dim]``."""
+        stop = self.seen - self.origin
+        start = stop - past_size(self.seen, self.sliding_window)
+        return self.keys[:, :, start:stop], self.values[:, :, start:stop]
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Write any number of tokens, ``[batch, kv_heads, tokens, head_dim]``; rows nobody can see are left out."""
+        self.make_room(key.shape[2])
+        first = max(self.seen, self.origin)
+        self.seen += key.shape[2]
+        rows = slice(first - self.origin, self.seen - self.origin)
+        tail = first - self.seen
+        # Detached: a cached row must not keep the graph of the forward that made it.
+        self.keys[:, :, rows] = key[:, :, tail:].detach()
+        self.values[:, :, rows] = value[:, :, tail:].detach()
+        if self.record_past:
+            self.recorded += key.shape[2]
+
+    # -- what transformers asks of a layer --
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append and return what the new tokens may see, in time order: ``[batch, kv_heads, past + new, head_dim]``."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = key_states, value_states
+        if self.seen:
+            past_keys, past_values = self.past()
+            keys, values = torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2)
+        self.append(key_states, value_states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys that ``update`` will return for this many queries, and the position of the first."""
+        past = past_size(self.seen, self.sliding_window)
+        return past + query_length, self.seen - past
+
+    def get_seq_length(self) -> int:
+        """Tokens seen so far, whatever number of rows is left of them."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """The window, as transformers' own sliding layers say."""
+        return self.sliding_window
+
+    def activate_past_recording(self) -> None:
+        """From now on keep what ``crop`` needs to take tokens back, until the next ``crop``."""
+        self.record_past = True
+
+    def crop_error(self, tokens: int) -> str | None:
+        """Why the last ``tokens`` tokens cannot be taken back, or None when they can."""
+        if tokens > self.seen:
+            return f"{self.seen} tokens seen, {tokens} to remove"
+        if self.seen >= self.sliding_window and not self.record_past:
+            return f"{self.seen} tokens seen, past the window of {self.sliding_window}, and the past is not recorded"
+        left = self.seen - tokens
+        if left - past_size(left, self.sliding_window) < self.origin:
+            return f"the keys before position {self.origin} are gone, and position {left} needs them"
+        return None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` tokens, and the rows that recording added.
+
+        Raises:
+            ValueError: for a positive number.
+            CacheStateError: when rows that would be visible again are gone.
+        """
+        check_crop([self], tokens_to_remove)
+        if not self.is_initialized:
+            return
+        self.seen += tokens_to_remove
+        self.recorded = 0
+        rows, past = anchored_rows(self.sliding_window), past_size(self.seen, self.sliding_window)
+        if self.rows > rows:
+            self._move(max(self.origin, self.seen - past), rows)
+        elif tokens_to_remove:
+            for buffer in (self.keys, self.values):
+                buffer[:, :, self.seen - self.origin :] = 0
+
+    def reset(self) -> None:
+        """Forget everything: as good as new, for any batch size."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.seen = self.origin = self.recorded = 0
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch."""
+        if self.is_initialized:
+            self.keys = self.keys.repeat_interleave(repeats, dim=0)
+            self.values = self.values.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[indices, ...], self.values[indices, ...]
+
+
+class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """A transformers ``Cache`` for a Gemma 3 or Gemma 4 model, with bounded buffers on its sliding layers.
+
+    A patched model makes one by itself. By hand it is used like any other cache, and holds all state there is: two
+    conversations with a cache each can take turns on one model.
+
+    Args:
+        model_or_config: the model, patched or not, or its config.
+        max_cache_len: with it the global layers are static, of this many tokens.
+        layout: how the sliding buffers are laid out; ``"anchored"``.
+
+    Raises:
+        UnsupportedModelError: for a model or config that swapatch does not know.
+        ValueError: for an unknown layout.
+    """
+
+    def __init__(self, model_or_config: Any, *, max_cache_len: int | None = None, layout: str = "anchored") -> None:
+        check_layout(layout)
+        self.plan: ModelPlan = plan_model(model_or_config)
+        self.layout = layout
+        config = text_config(model_or_config)
+        stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
+        super().__init__(layers=stock.layers)
+        for index in self.plan.owners:
+            self.layers[index] = AnchoredLayer(self.plan.window)
+
+    @property
+    def sliding(self) -> list[AnchoredLayer]:
+        """The layers with a bounded buffer."""
+        return [cast(AnchoredLayer, self.layers[index]) for index in self.plan.owners]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` tokens on every layer, or raise and leave every layer as it is.
+
+        Raises:
+            ValueError: for a positive number.
+            CacheStateError: when a sliding layer has evicted rows that would be visible again.
+        """
+        check_crop(self.sliding, tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Per layer keys, values and window, rows in time order, as iterating over a ``DynamicCache`` gives them."""
+        for layer in self.layers:
+            if isinstance(layer, AnchoredLayer) and layer.is_initialized:
+                yield *layer.past(), layer._sliding_window_tensor
+            else:
+                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+
+def check_layout(layout: str) -> None:
+    """Raise ValueError for a layout that does not exist."""
+    if layout not in LAYOUTS:
+        raise ValueError(explain(f"layout={layout!r}", " or ".join(map(repr, LAYOUTS)), "pass one of these"))
+
+
+def check_crop(layers: list[AnchoredLayer], tokens_to_remove: int) -> None:
+    """Raise unless every layer can take these tokens back."""
+    if tokens_to_remove > 0:
+        raise ValueError(
+            explain(f"crop({tokens_to_remove})", "0 or a negative number of tokens", f"call crop({-tokens_to_remove})")
+        )
+    for layer in layers:
+        if layer.is_initialized and (reason := layer.crop_error(-tokens_to_remove)):
+            raise CacheStateError(
+                explain(
+                    f"crop({tokens_to_remove}): {reason}",
+                    "taking back tokens within the window, or those recorded since the last crop",
+                    "call activate_past_recording() before the tokens that may be taken back",
+                )
+            )
+
+
+def _zeros(like: Tensor, rows: int) -> Tensor:
+    batch, heads, _, dim = like.shape
+    return torch.zeros((batch, heads, rows, dim), dtype=like.dtype, device=like.device)

@@ -1,0 +1,86 @@
+"""The integers of a sliding window: sizes, rows and ranges. No tensors, no transformers.
+
+A *position* counts tokens from the start of the sequence. A *row* is a place in a buffer. With window ``W`` the query
+at position ``i`` sees the keys at positions ``j`` with ``0 <= i - j < W``, itself included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+ALIGN = 64
+"""Rows are allocated and rolled in blocks of 64, the alignment that the Spyre operator asks of its keys."""
+
+
+class Span(NamedTuple):
+    """Half-open range of positions or rows, ``start <= x < stop``."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of positions in the range."""
+        return self.stop - self.start
+
+
+def ceil64(n: int) -> int:
+    """Round up to a whole number of 64-row blocks.
+
+    >>> [ceil64(n) for n in (0, 1, 64, 65)]
+    [0, 64, 64, 128]
+    """
+    return -(-n // ALIGN) * ALIGN
+
+
+def anchored_rows(window: int) -> int:
+    """Rows of an anchored buffer: ``ceil64(W + 63)``.
+
+    After a roll by 64 at least ``W - 1`` old rows remain, so the next 64 tokens can be written without another one.
+
+    >>> anchored_rows(512), anchored_rows(1024)
+    (576, 1088)
+    """
+    return ceil64(window + ALIGN - 1)
+
+
+def past_size(seen: int, window: int) -> int:
+    """Number of keys before position ``seen`` that the query at ``seen`` or a later one can still see.
+
+    >>> past_size(3, 8), past_size(100, 8)
+    (3, 7)
+    """
+    return min(seen, window - 1)
+
+
+def visible(position: int, window: int) -> Span:
+    """The keys that the query at ``position`` sees.
+
+    >>> visible(2, 8), visible(100, 8)
+    (Span(start=0, stop=3), Span(start=93, stop=101))
+    """
+    return Span(max(0, position - window + 1), position + 1)
+
+
+def roll_origin(origin: int, stop: int, rows: int, keep: int) -> int:
+    """Where an anchored buffer must begin so that the positions before ``stop`` fit into its rows.
+
+    The answer is ``origin`` itself while there is room. Else the buffer rolls by whole blocks of 64 rows, as few as
+    are needed, but never past ``keep``, the first position that must stay.
+
+    >>> roll_origin(0, 576, 576, 65), roll_origin(0, 577, 576, 66)
+    (0, 64)
+    """
+    overflow = stop - origin - rows
+    return origin if overflow <= 0 else min(origin + ceil64(overflow), keep)
+
+
+def query_blocks(queries: Span, size: int) -> Iterator[Span]:
+    """Cut a range of queries into blocks of at most ``size``.
+
+    >>> list(query_blocks(Span(5, 9), 3))
+    [Span(start=5, stop=8), Span(start=8, stop=9)]
+    """
+    for start in range(queries.start, queries.stop, size):
+        yield Span(start, min(start + size, queries.stop))

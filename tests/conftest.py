@@ -1,0 +1,23 @@
+"""Settings that must hold before torch and transformers are first used by a test file."""
+
+import os
+
+# Set before transformers is imported: it reads these once. No test may reach the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+# Threads that wait must sleep: tiny operations that spin for each other crawl when the machine has other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+# Two threads everywhere, so that times and float32 sums are comparable between machines.
+torch.set_num_threads(2)
+
+import pytest
+from zoo import FAMILIES, Family
+
+
+@pytest.fixture(params=FAMILIES, ids=str)
+def family(request: pytest.FixtureRequest) -> Family:
+    """Every family of the zoo in turn."""
+    return request.param

@@ -1,0 +1,257 @@
+"""The compact cache: bounded, finite, an ordinary transformers cache, and all or nothing."""
+
+import copy
+
+import pytest
+import torch
+from compare import assert_same_logits, forced, greedy, sliding_rows, storage_bytes
+from transformers import DynamicCache
+from zoo import Family, named_ids, text_config, text_model
+
+import swapatch
+from swapatch.cache import AnchoredLayer
+from swapatch.geometry import ceil64
+
+WINDOWS = (2, 8, 64, 65, 100)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("length", (1, 70, 400))
+def test_storage_is_bounded_for_any_prompt(family: Family, window: int, length: int) -> None:
+    """Counted as storage, right after the prefill already, so nothing keeps the prompt's keys alive."""
+    model = family.build(window)
+    ids = named_ids(model, 1, length + 70)
+    with swapatch.patch(model):
+        after_prefill = forced(model, ids[:, :length], prompt=length).cache
+        after_steps = forced(model, ids, prompt=length).cache
+    for cache in (after_prefill, after_steps):
+        assert set(sliding_rows(cache)) == {ceil64(window + 63)}
+    assert storage_bytes(after_steps) == swapatch.report(after_steps).total_bytes
+
+
+def test_stock_keeps_the_prompt_alive(family: Family) -> None:
+    """What the test above would see if a view were kept: stock's layers do."""
+    model = family.build(8)
+    assert max(sliding_rows(forced(model, named_ids(model, 1, 400), prompt=400).cache)) >= 400
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_rows_are_the_last_positions_once_each(window: int) -> None:
+    """After every append of any size the visible rows are exactly the last positions, in order."""
+    layer = AnchoredLayer(window)
+    written = 0
+    for tokens in (1, 2, 3, 5, 62, 63, 64, 65, 66, 130, 1, 1, *[1] * 200):
+        positions = torch.arange(written, written + tokens, dtype=torch.float32).view(1, 1, tokens, 1) + 1
+        keys, values = layer.update(positions, -positions)
+        first = max(0, written - window + 1)
+        written += tokens
+        assert torch.equal(keys.flatten(), torch.arange(first, written) + 1.0)
+        assert torch.equal(values, -keys)
+        assert torch.equal(layer.past()[0].flatten(), torch.arange(max(0, written - window + 1), written) + 1.0)
+        assert layer.rows == ceil64(window + 63)
+        assert not layer.keys[:, :, layer.seen - layer.origin :].any()
+        assert layer.get_seq_length() == written
+
+
+def test_used_by_an_unpatched_model(family: Family) -> None:
+    """The cache keeps transformers' contract, so stock code gets stock results with it."""
+    model = family.build(16)
+    ids = named_ids(model, 2, 150)
+    want = forced(model, ids, prompt=40, chunks=[3, 30]).logits
+    got = forced(model, ids, prompt=40, chunks=[3, 30], cache=swapatch.CompactCache(model))
+    assert_same_logits(got.logits, want)
+
+
+def test_mask_sizes_and_lengths_as_stock(family: Family) -> None:
+    """At every length: the sizes that stock code makes masks from."""
+    model = family.build(16)
+    ids = named_ids(model, 1, 100)
+    ours = forced(model, ids[:, :1], prompt=1, cache=swapatch.CompactCache(model)).cache
+    stock = forced(model, ids[:, :1], prompt=1).cache
+    for step in range(1, 100):
+        for index in ours.plan.owners:
+            assert ours.get_seq_length(index) == stock.get_seq_length(index)
+            for queries in (1, 5):
+                assert ours.get_mask_sizes(queries, index) == stock.get_mask_sizes(queries, index)
+        assert ours.is_sliding == stock.is_sliding
+        assert ours.get_max_length() == stock.get_max_length()
+        for cache in (ours, stock):
+            forced(model, ids[:, step : step + 1], prompt=1, cache=cache)
+
+
+def test_made_by_hand_with_static_global_layers(family: Family) -> None:
+    model = family.build(16)
+    ids = named_ids(model, 1, 150)
+    want = forced(model, ids, prompt=40).logits
+    cache = swapatch.CompactCache(model, max_cache_len=200)
+    with swapatch.patch(model):
+        assert_same_logits(forced(model, ids, prompt=40, cache=cache).logits, want)
+    assert set(sliding_rows(cache)) == {128}
+
+
+def test_a_deep_copy_goes_its_own_way(family: Family) -> None:
+    model = family.build(16)
+    ids = named_ids(model, 1, 300)
+    with swapatch.patch(model):
+        cache = forced(model, ids[:, :200], prompt=200).cache
+        twin = copy.deepcopy(cache)
+        assert set(sliding_rows(twin)) == {128}
+        want = forced(model, ids[:, 200:], prompt=1, cache=cache).logits
+        got = forced(model, ids[:, 200:], prompt=1, cache=twin).logits
+    assert torch.equal(got, want)
+
+
+def test_reset_is_a_new_cache(family: Family) -> None:
+    model = family.build(16)
+    long, short = named_ids(model, 1, 200), named_ids(model, 3, 90, seed=7)
+    with swapatch.patch(model):
+        want = forced(model, short, prompt=5).logits
+        cache = forced(model, long, prompt=100).cache
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(forced(model, short, prompt=5, cache=cache).logits, want)
+
+
+def test_batch_sizes_on_one_model(family: Family) -> None:
+    model = family.build(16)
+    for batch in (2, 1, 3):
+        ids = named_ids(model, batch, 90)
+        want = forced(model, ids, prompt=20).logits
+        with swapatch.patch(model):
+            assert_same_logits(forced(model, ids, prompt=20).logits, want)
+
+
+def test_another_batch_is_refused(family: Family) -> None:
+    """A key of one sequence must not be broadcast over the rows of two."""
+    model = family.build(16)
+    ids = named_ids(model, 2, 21)
+    with swapatch.patch(model), torch.no_grad():
+        cache = forced(model, ids[:, :20], prompt=20).cache
+        with pytest.raises(swapatch.CacheStateError, match="1 sequences for a cache that holds 2"):
+            forced(model, ids[:1, 20:], prompt=1, cache=cache)
+        assert cache.get_seq_length() == 20
+
+
+def test_half_written_cache_is_refused(family: Family) -> None:
+    model = family.build(16)
+    ids = named_ids(model, 1, 21)
+    with swapatch.patch(model):
+        cache = forced(model, ids[:, :20], prompt=20).cache
+        cache.sliding[0].seen += 1
+        with pytest.raises(swapatch.CacheStateError, match="half written"):
+            forced(model, ids[:, 20:], prompt=1, cache=cache)
+
+
+def test_an_interrupted_step_can_be_repeated(family: Family) -> None:
+    """The counters move only when the whole text model has run: a step that failed on the way is as if not begun."""
+    model = family.build(16)
+    ids = named_ids(model, 1, 101)
+    with swapatch.patch(model):
+        cache = forced(model, ids[:, :100], prompt=100).cache
+        want = forced(model, ids[:, 100:], prompt=1, cache=copy.deepcopy(cache)).logits
+        first = cache.sliding[0]
+
+        def interrupt(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        hook = text_model(model).layers[0].mlp.register_forward_pre_hook(interrupt)
+        seen = first.seen
+        with pytest.raises(KeyboardInterrupt):
+            forced(model, ids[:, 100:], prompt=1, cache=cache)
+        hook.remove()
+        assert first.seen == seen
+        if 0 in cache.plan.owners:  # a global layer that has run has grown, as stock's does
+            assert_same_logits(forced(model, ids[:, 100:], prompt=1, cache=cache).logits, want)
+
+
+def test_crop_within_the_window(family: Family) -> None:
+    model = family.build(100)
+    ids = named_ids(model, 1, 90)
+    with swapatch.patch(model):
+        want = forced(model, ids, prompt=60).logits[:, 60:]
+        cache = forced(model, ids[:, :80], prompt=50).cache
+        cache.crop(-20)
+        assert cache.get_seq_length() == 60
+        assert_same_logits(forced(model, ids[:, 60:], prompt=1, cache=cache).logits, want)
+
+
+@pytest.mark.parametrize("window", (8, 64))
+@pytest.mark.parametrize("taken", (0, 1, 5, 64, 70))
+def test_crop_of_recorded_tokens(family: Family, window: int, taken: int) -> None:
+    """Past the window too, and the rows that recording added are given back."""
+    model = family.build(window)
+    ids = named_ids(model, 1, 300)
+    with swapatch.patch(model):
+        want = forced(model, ids, prompt=200).logits
+        cache = forced(model, ids[:, :200], prompt=200).cache
+        cache.activate_past_recording()
+        forced(model, ids[:, 200:275], prompt=3, chunks=[70], cache=cache)
+        assert set(sliding_rows(cache)) <= {ceil64(window + 63), ceil64(window + 63) + ceil64(75)}
+        cache.crop(-taken)
+        assert set(sliding_rows(cache)) == {ceil64(window + 63)}
+        assert cache.get_seq_length() == 275 - taken
+        rest = forced(model, ids[:, 275 - taken :], prompt=1, cache=cache).logits
+    assert_same_logits(rest, want[:, 275 - taken :])
+
+
+@pytest.mark.parametrize("tokens", (3, -1, -80, -500))
+def test_refused_crop_changes_nothing(family: Family, tokens: int) -> None:
+    model = family.build(8)
+    ids = named_ids(model, 1, 110)
+    with swapatch.patch(model):
+        want = forced(model, ids, prompt=100).logits[:, 100:]
+        cache = forced(model, ids[:, :100], prompt=100).cache
+        with pytest.raises((ValueError, RuntimeError), match="crop"):
+            cache.crop(tokens)
+        assert {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")} == {100}
+        assert_same_logits(forced(model, ids[:, 100:], prompt=1, cache=cache).logits, want)
+
+
+def test_batch_verbs(family: Family) -> None:
+    model = family.build(16)
+    ids = named_ids(model, 2, 120)
+    order = torch.tensor([1, 1, 0])
+    with swapatch.patch(model):
+        want = forced(model, ids[order], prompt=50).logits[:, 50:]
+        cache = forced(model, ids[:, :50], prompt=50).cache
+        cache.batch_select_indices(order)
+        assert_same_logits(forced(model, ids[order][:, 50:], prompt=1, cache=cache).logits, want)
+        cache = forced(model, ids[:, :50], prompt=50).cache
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([2, 3, 0]))
+        assert_same_logits(forced(model, ids[order][:, 50:], prompt=1, cache=cache).logits, want)
+
+
+def test_iterating_gives_what_a_dynamic_cache_is_built_from(family: Family) -> None:
+    model = family.build(16)
+    ids = named_ids(model, 1, 120)
+    with swapatch.patch(model):
+        cache = forced(model, ids[:, :100], prompt=100).cache
+    rebuilt = DynamicCache(cache, config=text_config(model))
+    for ours, stock in zip(cache, rebuilt, strict=True):
+        for mine, theirs in zip(ours[:2], stock[:2], strict=True):
+            assert mine is theirs is None or torch.equal(mine, theirs)
+
+
+def test_unused_layers_take_every_verb() -> None:
+    layer = AnchoredLayer(8)
+    layer.crop(0)
+    layer.reset()
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0]))
+    layer.reorder_cache(torch.tensor([0]))
+    assert layer.get_mask_sizes(3) == (3, 0)
+    assert layer.rows == 0
+    assert "window=8" in repr(layer)
+
+
+def test_report_prints_rows_and_bytes(family: Family) -> None:
+    model = family.build(16)
+    with swapatch.patch(model):
+        cache = greedy(model, named_ids(model, 1, 40), 3).cache
+    report = swapatch.report(cache)
+    sliding = [layer for layer in report.layers if layer.kind == "sliding"]
+    assert [layer.index for layer in sliding] == list(cache.plan.owners)
+    assert {layer.rows for layer in sliding} == {128}
+    assert report.sliding_bytes == sum(layer.bytes for layer in sliding) < report.total_bytes
+    assert f"{report.total_bytes:,}" in str(report)

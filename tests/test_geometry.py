@@ -1,0 +1,46 @@
+"""The integers, against counting one by one; and the examples in the docstrings."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import swapatch
+from swapatch.geometry import Span, anchored_rows, ceil64, past_size, query_blocks, roll_origin, visible
+
+MODULES = [module.name for module in pkgutil.walk_packages(swapatch.__path__, "swapatch.")]
+
+
+@pytest.mark.parametrize("name", ("swapatch", *MODULES))
+def test_docstring_examples(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize("window", range(2, 200))
+def test_visible_and_past(window: int) -> None:
+    for position in range(3 * window):
+        seen = [key for key in range(3 * window) if 0 <= position - key < window]
+        assert list(range(*visible(position, window))) == seen
+        assert past_size(position, window) == len(seen) - 1
+
+
+@pytest.mark.parametrize("window", (2, 63, 64, 65, 66, 128, 512, 1024))
+def test_a_roll_keeps_what_is_visible_and_makes_room_for_64(window: int) -> None:
+    rows = anchored_rows(window)
+    assert rows == ceil64(window + 63)
+    origin = rolls = 0
+    for position in range(4 * rows):
+        moved = roll_origin(origin, position + 1, rows, position + 1 - past_size(position + 1, window))
+        rolls += moved != origin
+        origin = moved
+        assert origin <= visible(position, window).start
+        assert origin % 64 == 0
+        assert position - origin < rows
+    assert rolls == (4 * rows - rows) // 64
+
+
+def test_query_blocks_cover_once() -> None:
+    blocks = list(query_blocks(Span(3, 1000), 256))
+    assert [position for block in blocks for position in range(*block)] == list(range(3, 1000))
+    assert max(block.size for block in blocks) == 256
