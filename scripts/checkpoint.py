@@ -37,7 +37,7 @@ def cache_directory() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    # The folder appears in one rename, so these two only guard against somebody emptying it by hand.
+    # The folder appears in one rename, so this only guards against somebody emptying it by hand.
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
@@ -110,7 +110,7 @@ def load_dense(gguf: Path) -> Any:
 
 
 def dequantize_option() -> dict[str, Any]:
-    """Ask for plain weights where transformers can also keep them packed (from 5.2x on, with the right kernels)."""
+    """Ask for plain weights where transformers can also keep them packed (newer releases, given the right kernels)."""
     try:
         from transformers import GgufConfig
     except ImportError:

@@ -101,7 +101,7 @@ show_downloads() {
     while IFS= read -r line; do
         case $line in
             *Downloading\ *) [[ $line == *.metadata* ]] || echo "   downloading $(basename "${line#*Downloading }")" ;;
-            Installing\ collected*) echo "   installing $(wc -w <<< "${line#*: }" | tr -d ' ') packages" ;;
+            Installing\ collected*) echo "   installing $(wc -w <<< "${line#*: }" | tr -d ' ') package(s)" ;;
         esac
     done
 }

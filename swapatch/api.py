@@ -67,7 +67,7 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
     parts = _locate(model, plan)
     handle = PatchHandle(model, plan, layout, backend, UndoLog())
     try:
-        _apply(handle, parts)
+        _apply(handle, plan, parts)
     except BaseException:
         handle._log.undo()
         raise
@@ -234,7 +234,7 @@ def _forward_slot(module: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in vars(module) else "forward"
 
 
-def _apply(handle: PatchHandle, parts: _Parts) -> None:
+def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
     log = handle._log
     for name, attention in parts.attentions:
         slot = _forward_slot(attention)
@@ -242,9 +242,9 @@ def _apply(handle: PatchHandle, parts: _Parts) -> None:
     for name, generator in parts.generators:
         wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
         log.set(f"{name}.{PREPARE_CACHE}".lstrip("."), generator, PREPARE_CACHE, wrapper)
+    types_name = parts.family.types_name if plan.bidirectional else None
     for module in parts.visions:
-        hook = StepHook(handle.layout, handle.backend, parts.family.masks, parts.family.types_name)
-        log.hook_before(module, hook)
+        log.hook_before(module, StepHook(handle.layout, handle.backend, parts.family.masks, types_name))
     log.hook_before(parts.text, StepHook(handle.layout, handle.backend, text_masks))
     log.hook_after(parts.text, commit_hook)
     log.set(_HANDLE, parts.text, _HANDLE, handle)

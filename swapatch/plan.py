@@ -103,7 +103,8 @@ def text_config(model_or_config: Any) -> Any:
 def _configs(model_or_config: Any) -> tuple[Any, Any]:
     config = getattr(model_or_config, "config", model_or_config)
     if not hasattr(config, "model_type") or not hasattr(config, "get_text_config"):
-        raise _refuse(f"{type(model_or_config).__name__} {model_or_config!r:.60}", "pass a loaded transformers model")
+        shown = repr(model_or_config).partition("\n")[0][:60]
+        raise _refuse(f"{type(model_or_config).__name__} {shown}", "pass a loaded transformers model")
     return config, config.get_text_config(decoder=True)
 
 
@@ -116,14 +117,14 @@ def _refuse_bidirectional(config: Any) -> None:
     if bidirectional not in (None, False, "vision") or getattr(config, "is_causal", True) is False:
         raise _refuse(
             f"bidirectional attention (use_bidirectional_attention={bidirectional!r})",
-            "use the model as it is, unpatched: an embedder has no decode steps to speed up",
+            f"{_UNPATCHED}: an embedder has no decode steps to speed up",
         )
 
 
 def _window(config: Any) -> int:
     window = getattr(config, "sliding_window", None)
     if SLIDING not in config.layer_types:
-        raise _refuse("no sliding layer in layer_types", "use the model as it is, unpatched: there is nothing to bound")
+        raise _refuse("no sliding layer in layer_types", f"{_UNPATCHED}: there is nothing to bound")
     if not isinstance(window, int) or window < 2:
         raise _refuse(f"sliding_window={window!r}", "set sliding_window to 2 or more in the config")
     return window
@@ -136,7 +137,7 @@ def _layers(config: Any) -> tuple[LayerPlan, ...]:
         raise _refuse(f"layer_types with {unknown}", f"only {sorted(kinds)} are known: use the model unpatched")
     types = list(config.layer_types)
     own = len(types) - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    if SLIDING not in types[:own]:
-        raise _refuse("no sliding layer with keys and values of its own", "use the model as it is, unpatched")
+    if orphans := sorted(set(types) - set(types[:own])):
+        raise _refuse(f"no layer of {orphans} with keys and values of its own", _UNPATCHED)
     last = {kind: index for index, kind in enumerate(types[:own])}
     return tuple(LayerPlan(i, kinds[kind], i if i < own else last[kind]) for i, kind in enumerate(types))

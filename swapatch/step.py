@@ -174,7 +174,7 @@ class StepHook:
     Attributes:
         layout, backend: options of the patch.
         maker: makes masks as the module would; its first argument is the text config.
-        types_name: the module's argument for token types, if it has one.
+        types_name: the module's argument for token types, where tokens of one image see each other both ways.
     """
 
     layout: str
@@ -205,7 +205,7 @@ class StepHook:
         full = global_mask(maker, cache, like, padding, types)
         window = cache.plan.window
         rule = CausalWindow(window, padding)
-        if types is not None and cache.plan.bidirectional:
+        if types is not None:
             rule = ImageWindow(window, padding, maker, types)
         step = begin_step(cache, batch, tokens, rule, BACKENDS[self.backend])
         call["attention_mask"] = {GLOBAL: full, SLIDING: step}
