@@ -15,20 +15,18 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
 from ._errors import CacheStateError, explain
-from .geometry import Span, anchored_rows, ceil64, past_size, roll_origin
+from .geometry import Span, anchored_rows, ceil64, past_size, ring_pieces, ring_rows, roll_origin
 from .plan import ModelPlan, plan_model, text_config
 
-LAYOUTS = ("anchored",)
+class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values of one sliding layer in a bounded buffer; subclasses say which row holds which position.
 
-
-class AnchoredLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
-    """Keys and values of one sliding layer, rows in time order: row ``r`` holds position ``origin + r``.
-
-    ``keys`` and ``values`` are ``[batch, kv_heads, rows, head_dim]``, zero where nothing was written. When the rows are
-    full the buffer rolls: a fresh one takes over the rows that are still visible, 64 rows lower.
+    ``keys`` and ``values`` are ``[batch, kv_heads, rows, head_dim]``, zero where nothing was written. Positions from
+    ``origin`` to ``seen`` are held.
 
     Args:
         window: number of keys a query sees, itself included.
+        fixed: whether the buffer is always attended whole, so that all decode steps have one shape.
     """
 
     is_sliding = True
@@ -36,10 +34,11 @@ class AnchoredLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
     keys: Any  # Tensor, or None before the first token
     values: Any
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, fixed: bool = False) -> None:
         super().__init__()
         self.sliding_window = window
         self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
+        self.is_compileable = fixed
         self.seen = 0
         self.origin = 0
         # `recorded` counts the tokens that a crop must be able to take back, so nothing they need is forgotten.
@@ -48,6 +47,25 @@ class AnchoredLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(window={self.sliding_window}, rows={self.rows}, seen={self.seen})"
+
+    # -- which row holds which position --
+
+    @staticmethod
+    def base_rows(window: int) -> int:
+        """Rows of the buffer while nothing is recorded."""
+        raise NotImplementedError
+
+    def pieces(self, positions: Span) -> list[Span]:
+        """The rows of these positions, in time order, as few stretches as possible."""
+        raise NotImplementedError
+
+    def row_positions(self, stop: int) -> Tensor:
+        """The position that each row holds once ``stop`` tokens were seen, ``[rows]``; not in 0 to stop if none."""
+        raise NotImplementedError
+
+    def first_held(self, stop: int, rows: int, keep: int) -> int:
+        """The first position to hold when ``stop`` tokens have been seen, not after ``keep``."""
+        raise NotImplementedError
 
     # -- storage --
 
@@ -59,52 +77,68 @@ class AnchoredLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers for keys and values like these, ``[batch, kv_heads, any, head_dim]``."""
         self.device = key_states.device
-        rows = anchored_rows(self.sliding_window)
+        rows = self.base_rows(self.sliding_window)
         self.keys, self.values = _zeros(key_states, rows), _zeros(value_states, rows)
         self.is_initialized = True
 
     def make_room(self, tokens: int) -> None:
-        """Make sure that ``tokens`` more rows can be written: roll when full, grow only while recording."""
+        """Make sure that ``tokens`` more rows can be written: forget what may go, grow only while recording."""
         stop = self.seen + tokens
         takeback = self.recorded + tokens if self.record_past else 0
         keep = stop - takeback - past_size(stop - takeback, self.sliding_window)
-        origin = roll_origin(self.origin, stop, self.rows, keep)
         rows = self.rows
-        if stop - origin > rows:
-            rows = anchored_rows(self.sliding_window) + ceil64(takeback)
-        if origin != self.origin or rows != self.rows:
-            self._move(origin, rows)
+        if stop - self.first_held(stop, rows, keep) > rows:
+            rows = self.base_rows(self.sliding_window) + ceil64(takeback)
+        self._hold(self.first_held(stop, rows, keep), rows)
+
+    def _hold(self, origin: int, rows: int) -> None:
+        """Hold positions from ``origin`` on in ``rows`` rows; moves what is held if its rows change."""
+        raise NotImplementedError
 
     def _move(self, origin: int, rows: int) -> None:
-        """Into fresh zeros of ``rows`` rows that begin at ``origin``; a buffer cannot shift into itself in one copy."""
-        kept = Span(origin - self.origin, self.seen - self.origin)
-        fresh = []
-        for old in (self.keys, self.values):
-            new = _zeros(old, rows)
-            if kept.size > 0:
-                new[:, :, : kept.size] = old[:, :, kept.start : kept.stop]
-            fresh.append(new)
-        self.keys, self.values = fresh
+        """Into fresh zeros: a buffer cannot shift into itself in one copy, and rows left over must be zero."""
+        kept = Span(max(origin, self.origin), max(origin, self.seen))
+        held = self.read(kept)
+        self.keys, self.values = (_zeros(old, rows) for old in (self.keys, self.values))
         self.origin = origin
+        self._fill(kept, *held)
+
+    def read(self, positions: Span) -> tuple[Tensor, Tensor]:
+        """Keys and values at these positions in time order, ``[batch, kv_heads, positions, head_dim]``; views if possible."""
+        parts = self.pieces(positions)
+        if len(parts) == 1:
+            return self.keys[:, :, slice(*parts[0])], self.values[:, :, slice(*parts[0])]
+        keys = torch.cat([self.keys[:, :, slice(*part)] for part in parts], dim=2) if parts else self.keys[:, :, :0]
+        values = torch.cat([self.values[:, :, slice(*part)] for part in parts], dim=2) if parts else self.values[:, :, :0]
+        return keys, values
+
+    def _fill(self, positions: Span, key: Tensor | float, value: Tensor | float) -> None:
+        """Write the rows of these positions."""
+        done = 0
+        for part in self.pieces(positions):
+            for buffer, new in ((self.keys, key), (self.values, value)):
+                rows = new[:, :, done : done + part.size] if isinstance(new, Tensor) else new
+                buffer[:, :, slice(*part)] = rows
+            done += part.size
 
     def past(self) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values that a next token can see, ``[batch, kv_heads, min(seen, W - 1), head_dim]``."""
-        stop = self.seen - self.origin
-        start = stop - past_size(self.seen, self.sliding_window)
-        return self.keys[:, :, start:stop], self.values[:, :, start:stop]
+        """Keys and values that a next token can see, ``[batch, kv_heads, min(seen, W - 1), head_dim]``."""
+        return self.read(Span(self.seen - past_size(self.seen, self.sliding_window), self.seen))
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Write any number of tokens, ``[batch, kv_heads, tokens, head_dim]``; rows nobody can see are left out."""
-        self.make_room(key.shape[2])
-        first = max(self.seen, self.origin)
-        self.seen += key.shape[2]
-        rows = slice(first - self.origin, self.seen - self.origin)
-        tail = first - self.seen
+        tokens = key.shape[2]
+        self.make_room(tokens)
+        new = Span(max(self.seen, self.origin), self.seen + tokens)
         # Detached: a cached row must not keep the graph of the forward that made it.
-        self.keys[:, :, rows] = key[:, :, tail:].detach()
-        self.values[:, :, rows] = value[:, :, tail:].detach()
+        self._fill(new, key[:, :, tokens - new.size :].detach(), value[:, :, tokens - new.size :].detach())
+        self.advance(tokens)
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens whose rows have been written."""
+        self.seen += tokens
         if self.record_past:
-            self.recorded += key.shape[2]
+            self.recorded += tokens
 
     # -- what transformers asks of a layer --
 
@@ -157,14 +191,12 @@ class AnchoredLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         check_crop([self], tokens_to_remove)
         if not self.is_initialized:
             return
-        self.seen += tokens_to_remove
-        self.recorded = 0
-        rows, past = anchored_rows(self.sliding_window), past_size(self.seen, self.sliding_window)
+        left = self.seen + tokens_to_remove
+        self._fill(Span(max(left, self.origin), self.seen), 0.0, 0.0)
+        self.seen, self.recorded = left, 0
+        rows = self.base_rows(self.sliding_window)
         if self.rows > rows:
-            self._move(max(self.origin, self.seen - past), rows)
-        elif tokens_to_remove:
-            for buffer in (self.keys, self.values):
-                buffer[:, :, self.seen - self.origin :] = 0
+            self._move(max(self.origin, left - past_size(left, self.sliding_window)), rows)
 
     def reset(self) -> None:
         """Forget everything: as good as new, for any batch size."""
@@ -184,6 +216,57 @@ class AnchoredLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
             self.keys, self.values = self.keys[indices, ...], self.values[indices, ...]
 
 
+class AnchoredLayer(SlidingLayer):
+    """Rows in time order: row ``r`` holds position ``origin + r``.
+
+    When the rows are full the buffer rolls: a fresh one takes over what is still visible, 64 rows lower.
+    """
+
+    @staticmethod
+    def base_rows(window: int) -> int:
+        return anchored_rows(window)
+
+    def pieces(self, positions: Span) -> list[Span]:
+        return [Span(positions.start - self.origin, positions.stop - self.origin)]
+
+    def row_positions(self, stop: int) -> Tensor:
+        return torch.arange(self.origin, self.origin + self.rows)
+
+    def first_held(self, stop: int, rows: int, keep: int) -> int:
+        return roll_origin(self.origin, stop, rows, keep)
+
+    def _hold(self, origin: int, rows: int) -> None:
+        if origin != self.origin or rows != self.rows:
+            self._move(origin, rows)
+
+
+class RingLayer(SlidingLayer):
+    """Rows in a ring: position ``p`` is in row ``p % rows``, where it takes the place of ``p - rows``. Nothing is moved."""
+
+    @staticmethod
+    def base_rows(window: int) -> int:
+        return ring_rows(window)
+
+    def pieces(self, positions: Span) -> list[Span]:
+        return ring_pieces(positions, self.rows)
+
+    def row_positions(self, stop: int) -> Tensor:
+        last = stop - 1
+        return last - (last - torch.arange(self.rows)) % self.rows
+
+    def first_held(self, stop: int, rows: int, keep: int) -> int:
+        return min(max(self.origin, stop - rows), keep)
+
+    def _hold(self, origin: int, rows: int) -> None:
+        if rows != self.rows:
+            self._move(origin, rows)
+        self.origin = origin
+
+
+LAYOUTS: dict[str, type[SlidingLayer]] = {"anchored": AnchoredLayer, "ring": RingLayer}
+"""How the rows of a sliding buffer are laid out."""
+
+
 class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """A transformers ``Cache`` for a Gemma 3 or Gemma 4 model, with bounded buffers on its sliding layers.
 
@@ -193,7 +276,7 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
     Args:
         model_or_config: the model, patched or not, or its config.
         max_cache_len: with it the global layers are static, of this many tokens.
-        layout: how the sliding buffers are laid out; ``"anchored"``.
+        layout: how the sliding buffers are laid out: ``"anchored"`` (time order, rolled every 64 tokens) or ``"ring"``.
 
     Raises:
         UnsupportedModelError: for a model or config that swapatch does not know.
@@ -208,12 +291,12 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         super().__init__(layers=stock.layers)
         for index in self.plan.owners:
-            self.layers[index] = AnchoredLayer(self.plan.window)
+            self.layers[index] = LAYOUTS[layout](self.plan.window, fixed=max_cache_len is not None)
 
     @property
-    def sliding(self) -> list[AnchoredLayer]:
+    def sliding(self) -> list[SlidingLayer]:
         """The layers with a bounded buffer."""
-        return [cast(AnchoredLayer, self.layers[index]) for index in self.plan.owners]
+        return [cast(SlidingLayer, self.layers[index]) for index in self.plan.owners]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens on every layer, or raise and leave every layer as it is.
@@ -228,7 +311,7 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Per layer keys, values and window, rows in time order, as iterating over a ``DynamicCache`` gives them."""
         for layer in self.layers:
-            if isinstance(layer, AnchoredLayer) and layer.is_initialized:
+            if isinstance(layer, SlidingLayer) and layer.is_initialized:
                 yield *layer.past(), layer._sliding_window_tensor
             else:
                 yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
@@ -240,7 +323,7 @@ def check_layout(layout: str) -> None:
         raise ValueError(explain(f"layout={layout!r}", " or ".join(map(repr, LAYOUTS)), "pass one of these"))
 
 
-def check_crop(layers: list[AnchoredLayer], tokens_to_remove: int) -> None:
+def check_crop(layers: list[SlidingLayer], tokens_to_remove: int) -> None:
     """Raise unless every layer can take these tokens back."""
     if tokens_to_remove > 0:
         raise ValueError(

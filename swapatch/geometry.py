@@ -45,6 +45,28 @@ def anchored_rows(window: int) -> int:
     return ceil64(window + ALIGN - 1)
 
 
+def ring_rows(window: int) -> int:
+    """Rows of a ring: ``ceil64(W)``, since a query sees ``W`` keys and the oldest makes way for the newest.
+
+    >>> ring_rows(512), ring_rows(65)
+    (512, 128)
+    """
+    return ceil64(window)
+
+
+def ring_pieces(positions: Span, rows: int) -> list[Span]:
+    """The rows of these positions in a ring (row = position modulo rows), in time order: one stretch, or two.
+
+    >>> ring_pieces(Span(60, 70), 64)
+    [Span(start=60, stop=64), Span(start=0, stop=6)]
+    """
+    if not positions.size:
+        return []
+    first = positions.start % rows
+    stop = first + positions.size
+    return [Span(first, stop)] if stop <= rows else [Span(first, rows), Span(0, stop - rows)]
+
+
 def past_size(seen: int, window: int) -> int:
     """Number of keys before position ``seen`` that the query at ``seen`` or a later one can still see.
 
