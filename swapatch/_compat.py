@@ -23,6 +23,15 @@ def cache_in(kwargs: dict[str, Any]) -> Any:
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
+def kv_shape(config: Any, layer: int) -> tuple[int, int]:
+    """Key-value heads and head size of one layer of a text config.
+
+    Gemma 4 has other values on its global layers, which its config keeps apart.
+    """
+    own = config.per_layer_config[layer]
+    return int(own.num_key_value_heads), int(own.head_dim)
+
+
 OLDEST, NEWEST = (5, 15), (5, 24)
 """Minor versions of transformers between which the test suite was run."""
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_masks_for_generate
 
 from ._compat import check_version
 from ._errors import AlreadyPatchedError, PatchConflictError, UnsupportedModelError, explain
 from ._undo import UndoLog
 from .attention import BACKENDS
-from .cache import check_layout
+from .cache import LAYOUTS, check_layout
 from .families import FAMILIES, Family
-from .generate import PREPARE_CACHE, CacheMaker, MethodWrapper
-from .geometry import anchored_rows
+from .generate import MAKE_MASKS, PREPARE_CACHE, CacheMaker, MethodWrapper, StepMaker
 from .masks import text_masks
 from .plan import ModelPlan, plan_model
 from .step import StepHook, commit_hook
@@ -36,7 +36,7 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
 
     Args:
         model: a loaded transformers model, with or without a language modeling head.
-        layout: how the sliding buffers are laid out; ``"anchored"``.
+        layout: how the sliding buffers are laid out: ``"anchored"`` (time order, rolled every 64 tokens) or ``"ring"``.
         backend: who computes the attention; ``"auto"``, ``"windowed"``, or ``"reference"`` (slow, for debugging).
         strict: treat a version of transformers that was not tested as an error, not as a warning.
 
@@ -173,7 +173,7 @@ class PatchHandle:
         if self.plan is None:
             return f"<swapatch: {name}, switched off, {state}>"
         layers = f"{len(self.plan.sliding)} of {len(self.plan.layers)} layers"
-        rows = f"window {self.plan.window}, {self.layout} {anchored_rows(self.plan.window)} rows"
+        rows = f"window {self.plan.window}, {self.layout} {LAYOUTS[self.layout].base_rows(self.plan.window)} rows"
         return f"<swapatch: {name}, {layers}, {rows}, {self.backend}, {state}>"
 
 
@@ -239,10 +239,13 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
     for name, attention in parts.attentions:
         slot = _forward_slot(attention)
         log.set(f"{name}.{slot}", attention, slot, MethodType(parts.family.forward, attention))
-    for name, generator in parts.generators:
-        wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
-        log.set(f"{name}.{PREPARE_CACHE}".lstrip("."), generator, PREPARE_CACHE, wrapper)
     types_name = parts.family.types_name if plan.bidirectional else None
+    for name, generator in parts.generators:
+        prefix = f"{name}." if name else ""
+        wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
+        log.set(f"{prefix}{PREPARE_CACHE}", generator, PREPARE_CACHE, wrapper)
+        stock = getattr(generator, MAKE_MASKS, create_masks_for_generate)
+        log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, types_name, handle.backend))
     for module in parts.visions:
         log.hook_before(module, StepHook(handle.layout, handle.backend, parts.family.masks, types_name))
     log.hook_before(parts.text, StepHook(handle.layout, handle.backend, text_masks))

@@ -18,6 +18,7 @@ from ._errors import CacheStateError, explain
 from .geometry import Span, anchored_rows, ceil64, past_size, ring_pieces, ring_rows, roll_origin
 from .plan import ModelPlan, plan_model, text_config
 
+
 class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
     """Keys and values of one sliding layer in a bounded buffer; subclasses say which row holds which position.
 
@@ -104,13 +105,14 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self._fill(kept, *held)
 
     def read(self, positions: Span) -> tuple[Tensor, Tensor]:
-        """Keys and values at these positions in time order, ``[batch, kv_heads, positions, head_dim]``; views if possible."""
-        parts = self.pieces(positions)
-        if len(parts) == 1:
-            return self.keys[:, :, slice(*parts[0])], self.values[:, :, slice(*parts[0])]
-        keys = torch.cat([self.keys[:, :, slice(*part)] for part in parts], dim=2) if parts else self.keys[:, :, :0]
-        values = torch.cat([self.values[:, :, slice(*part)] for part in parts], dim=2) if parts else self.values[:, :, :0]
-        return keys, values
+        """Keys and values at these positions in time order, ``[batch, kv_heads, positions, head_dim]``.
+
+        Views where the rows are one stretch.
+        """
+        keys, values = (
+            [buffer[:, :, slice(*part)] for part in self.pieces(positions)] for buffer in (self.keys, self.values)
+        )
+        return _join(keys), _join(values)
 
     def _fill(self, positions: Span, key: Tensor | float, value: Tensor | float) -> None:
         """Write the rows of these positions."""
@@ -241,7 +243,7 @@ class AnchoredLayer(SlidingLayer):
 
 
 class RingLayer(SlidingLayer):
-    """Rows in a ring: position ``p`` is in row ``p % rows``, where it takes the place of ``p - rows``. Nothing is moved."""
+    """Rows in a ring: position ``p`` is in row ``p % rows``, where ``p - rows`` was before. Nothing is ever moved."""
 
     @staticmethod
     def base_rows(window: int) -> int:
@@ -287,11 +289,12 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         check_layout(layout)
         self.plan: ModelPlan = plan_model(model_or_config)
         self.layout = layout
+        self.fixed = max_cache_len is not None
         config = text_config(model_or_config)
         stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         super().__init__(layers=stock.layers)
         for index in self.plan.owners:
-            self.layers[index] = LAYOUTS[layout](self.plan.window, fixed=max_cache_len is not None)
+            self.layers[index] = LAYOUTS[layout](self.plan.window, fixed=self.fixed)
 
     @property
     def sliding(self) -> list[SlidingLayer]:
@@ -338,6 +341,10 @@ def check_crop(layers: list[SlidingLayer], tokens_to_remove: int) -> None:
                     "call activate_past_recording() before the tokens that may be taken back",
                 )
             )
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _zeros(like: Tensor, rows: int) -> Tensor:

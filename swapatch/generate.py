@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import wrapt
-from transformers.cache_utils import DynamicCache
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, StaticCache
 
 from ._compat import CACHE_NAME, cache_in
 from .cache import CompactCache
+from .plan import SLIDING, text_config
+from .step import begin, is_fast
 from .switch import is_disabled
 
 PREPARE_CACHE = "_prepare_cache_for_generation"
 """The method of ``GenerationMixin`` that makes the cache of a ``generate`` call."""
 
+MAKE_MASKS = "create_masks_for_generate"
+"""The attribute where ``generate`` looks for a model's own way to make masks ahead of a call with a static cache."""
+
 
 @dataclass
 class CacheMaker:
-    """Lets stock make its cache, and puts a compact one in the place of a plain dynamic one.
+    """Lets stock make its cache, and puts a compact one in the place of a plain dynamic or static one.
 
-    A cache that the caller passed, a static, quantized or offloaded one, or none at all, stays what it is.
+    A cache that the caller passed, a quantized or offloaded one, or none at all, stays what it is.
     """
 
     layout: str
@@ -32,20 +40,53 @@ class CacheMaker:
         passed = cache_in(model_kwargs)
         result = wrapped(*args, **kwargs)
         made = model_kwargs.get(CACHE_NAME)
-        if passed is None and type(made) is DynamicCache and not made.offloading and not is_disabled():
-            compact = CompactCache(instance.config, layout=self.layout)
-            if any(made.is_recording_past(index) for index in range(len(made.layers))):
-                compact.activate_past_recording()
-            model_kwargs[CACHE_NAME] = compact
+        if passed is None and type(made) in (DynamicCache, StaticCache) and not made.offloading and not is_disabled():
+            model_kwargs[CACHE_NAME] = self._compact(instance.config, made)
         return result
+
+    def _compact(self, config: Any, made: Any) -> CompactCache:
+        fixed = type(made) is StaticCache
+        longest = max(layer.get_max_length() for layer in made.layers) if fixed else None
+        compact = CompactCache(config, max_cache_len=longest, layout=self.layout)
+        if any(made.is_recording_past(index) for index in range(len(made.layers))):
+            compact.activate_past_recording()
+        return compact
+
+
+@dataclass
+class StepMaker:
+    """Begins the step when ``generate`` makes the masks ahead of a call, as it does for a static cache.
+
+    Attributes:
+        stock: the function that would make them.
+        types_name: its argument for token types, where tokens of one image see each other both ways.
+        backend: who computes the attention.
+    """
+
+    stock: Callable[..., Any]
+    types_name: str | None
+    backend: str
+
+    def __call__(self, **call: Any) -> Any:
+        cache, config = cache_in(call), text_config(call["config"])
+        if not isinstance(cache, CompactCache) or not is_fast(call, config):
+            return self.stock(**call)
+        types = call.get(self.types_name or "")
+        masks = begin(
+            cache, call["inputs_embeds"], call.get("attention_mask"), types, partial(self._masks, config), self.backend
+        )
+        masks[SLIDING].stock_masks = partial(self.stock, **call)
+        return masks
+
+    def _masks(self, config: Any, types: Tensor | None, **call: Any) -> Any:
+        named = {} if self.types_name is None else {self.types_name: types}
+        return self.stock(config=config, position_ids=None, **named, **call)
 
 
 class MethodWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not generic at run time
     """A wrapt wrapper around a bound method that deep copies: the copy wraps the same method of the copied model."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodWrapper:
-        from copy import deepcopy
-
         return MethodWrapper(deepcopy(self.__wrapped__, memo), deepcopy(self._self_wrapper, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

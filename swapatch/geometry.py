@@ -60,8 +60,6 @@ def ring_pieces(positions: Span, rows: int) -> list[Span]:
     >>> ring_pieces(Span(60, 70), 64)
     [Span(start=60, stop=64), Span(start=0, stop=6)]
     """
-    if not positions.size:
-        return []
     first = positions.start % rows
     stop = first + positions.size
     return [Span(first, stop)] if stop <= rows else [Span(first, rows), Span(0, stop - rows)]

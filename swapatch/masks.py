@@ -87,6 +87,19 @@ class CausalWindow:
             self._additive[name] = None if bool(allowed.all()) else mask.masked_fill_(~allowed, -torch.inf)
         return self._additive[name]
 
+    def row_mask(self, position: int, positions: Tensor, like: Tensor) -> Tensor:
+        """Which rows of a buffer the query at ``position`` sees, given the position that each row holds, ``[rows]``.
+
+        Additive, ``[batch or 1, 1, 1, rows]``, in the dtype and on the device of ``like``. Made where ``positions``
+        are, and moved once.
+        """
+        seen = (positions >= 0) & (positions <= position) & (positions > position - self.window)
+        if self.padding is not None:
+            shown = torch.nn.functional.pad(self.padding, (0, max(0, position + 1 - self.padding.shape[1])))
+            seen = seen & shown.to(positions.device)[:, positions.clamp(0, position)]
+        mask = torch.where(seen, 0.0, -torch.inf).to(like.dtype)
+        return mask.view(-1, 1, 1, positions.shape[0]).to(like.device)
+
     def shifts_alike(self, queries: Span, keys: Span) -> bool:
         """Whether this rectangle looks like any other of its size, shifted along the diagonal."""
         return self.hidden(keys) is None

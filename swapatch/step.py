@@ -9,6 +9,7 @@ their stock code.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from ._errors import CacheStateError, explain
 from .attention import BACKENDS, Attention
 from .attention.windowed import PREFILL_BLOCK
 from .cache import CompactCache
-from .geometry import Span, past_size, visible
+from .geometry import Span, past_size
 from .masks import CausalWindow, ImageWindow, MaskMaker, Rectangle, global_mask
 from .plan import GLOBAL, SLIDING, text_config
 from .switch import is_disabled
@@ -46,18 +47,22 @@ class Step:
         self.rule = rule
         self.queries = queries
         self.attention = attention
-        self.keys = self._keys()
+        self.keys = self._keys(queries, rule.window)
+        self.stock_masks: Callable[[], Any] | None = None
         self._rectangles: dict[tuple[object, ...], list[Rectangle]] = {}
 
-    def _keys(self) -> Span:
+    @staticmethod
+    def _keys(queries: Span, window: int) -> Span:
         """Positions of the keys that :meth:`write` returns."""
-        return Span(self.queries.start - past_size(self.queries.start, self.rule.window), self.queries.stop)
+        return Span(queries.start - past_size(queries.start, window), queries.stop)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # counters move here, and prompts come in any length
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new rows, ``[batch, kv_heads, tokens, head_dim]``; return all keys and values to attend."""
         keys, values = self.cache.layers[layer].update(key, value)
         return keys, values
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Windowed attention.
 
@@ -85,8 +90,11 @@ class Step:
         """What to compute, the same for every layer, made at the first one."""
         name = (like.dtype, like.device)
         if name not in self._rectangles:
-            self._rectangles[name] = self.rule.rectangles(self.queries, self.keys, like, PREFILL_BLOCK)
+            self._rectangles[name] = self._make_rectangles(like)
         return self._rectangles[name]
+
+    def _make_rectangles(self, like: Tensor) -> list[Rectangle]:
+        return self.rule.rectangles(self.queries, self.keys, like, PREFILL_BLOCK)
 
     def commit(self) -> None:
         """Called once the text model has run."""
@@ -103,7 +111,7 @@ class Step:
         return part
 
     def shared(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What a caller gets who asked for the keys and values that layers shared, in time order."""
+        """What a caller gets who asked for the keys and values that layers shared: in time order, and his own."""
         return keys, values
 
 
@@ -113,24 +121,61 @@ class DecodeStep(Step):
     The counters of the layers move on only at :meth:`commit`, when every layer has written.
     """
 
-    def _keys(self) -> Span:
-        return visible(self.queries.start, self.rule.window)
+    def __init__(self, cache: CompactCache, rule: CausalWindow, queries: Span, attention: Attention) -> None:
+        super().__init__(cache, rule, queries, attention)
+        layer = cache.sliding[0]
+        self.row = layer.pieces(queries)[0].start
+        parts = layer.pieces(self.keys)
+        # Visible rows in one stretch are cut out; those that wrap around the end of a ring are attended with the rest.
+        self.whole = len(parts) > 1
+        self.rows = Span(0, layer.rows) if self.whole else parts[0]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        buffer = self.cache.layers[layer]
-        row = self.queries.start - buffer.origin
-        buffer.keys.select(2, row).copy_(key.select(2, 0))
-        buffer.values.select(2, row).copy_(value.select(2, 0))
-        seen = Span(self.keys.start - buffer.origin, self.keys.stop - buffer.origin)
-        return _rows(buffer.keys, seen), _rows(buffer.values, seen)
+        buffer: Any = self.cache.layers[layer]
+        buffer.keys.select(2, self.row).copy_(key.select(2, 0))
+        buffer.values.select(2, self.row).copy_(value.select(2, 0))
+        return _rows(buffer.keys, self.rows), _rows(buffer.values, self.rows)
 
-    def shared(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return keys.clone(), values.clone()  # the buffers go on changing
+    def _make_rectangles(self, like: Tensor) -> list[Rectangle]:
+        if not self.whole:
+            return super()._make_rectangles(like)
+        positions = self.cache.sliding[0].row_positions(self.queries.stop)
+        if self.rows.size == self.rule.window and self.rule.hidden(self.keys) is None:
+            mask = None
+        else:
+            mask = self.rule.row_mask(self.queries.start, positions, like)
+        return [Rectangle(Span(0, 1), Span(0, self.rows.size), mask)]
 
     def commit(self) -> None:
         for layer in self.cache.sliding:
-            layer.seen += 1
-            layer.recorded += layer.record_past
+            layer.advance(1)
+
+    def shared(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        held_keys, held_values = self.cache.sliding[-1].read(self.keys)  # the last sliding owner is the one that shares
+        return held_keys.clone(), held_values.clone()
+
+
+class FixedStep(DecodeStep):
+    """One token over buffers that are attended whole: where to write and what to see are tensors, for any position.
+
+    Nothing that :meth:`write` and :meth:`attend` read is a number that changes, so a compiled layer has one graph.
+    """
+
+    def __init__(self, cache: CompactCache, rule: CausalWindow, queries: Span, attention: Attention) -> None:
+        super().__init__(cache, rule, queries, attention)
+        layer = cache.sliding[0]
+        positions = layer.row_positions(queries.stop)
+        self.index = torch.tensor([self.row]).to(layer.keys.device)
+        self.mask = rule.row_mask(queries.start, positions, layer.keys)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        buffer: Any = self.cache.layers[layer]
+        index = self.index.to(key.device)
+        return buffer.keys.index_copy_(2, index, key), buffer.values.index_copy_(2, index, value)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        mask = self.mask.to(device=query.device, dtype=query.dtype)
+        return self.attention(query, keys, values, mask, False, scale).transpose(1, 2)
 
 
 def begin_step(cache: CompactCache, batch: int, tokens: int, rule: CausalWindow, attention: Attention) -> Step:
@@ -162,7 +207,7 @@ def begin_step(cache: CompactCache, batch: int, tokens: int, rule: CausalWindow,
         return Step(cache, rule, queries, attention)
     for layer in layers:
         layer.make_room(1)
-    return DecodeStep(cache, rule, queries, attention)
+    return (FixedStep if cache.fixed else DecodeStep)(cache, rule, queries, attention)
 
 
 @dataclass
@@ -182,35 +227,50 @@ class StepHook:
     maker: MaskMaker
     types_name: str | None = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # positions are numbers here, and only here
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _by_name(module, args, kwargs)
         given = [call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None]
-        if len(given) != 1 or isinstance(_sliding_mask(call), Step) or _needs_gradients(module, given[0]):
+        if len(given) != 1 or _needs_gradients(module, given[0]):
             return None
         config = text_config(module)
+        if isinstance(step := _sliding_mask(call), Step):
+            if step.stock_masks is not None and _wanted(call, config, "output_attentions"):
+                call["attention_mask"] = step.stock_masks()
+            return (), call
         cache = cache_in(call)
         if cache is None and _wanted(call, config, "use_cache") and not is_disabled():
             cache = call[CACHE_NAME] = CompactCache(config, layout=self.layout)
-        if isinstance(cache, CompactCache) and _is_fast(call, config):
-            self._begin(module, call, cache, given[0])
+        if isinstance(cache, CompactCache) and is_fast(call, config):
+            batch, tokens = given[0].shape[:2]
+            like = torch.empty((batch, tokens, 0), dtype=_dtype(module, given[0]), device=given[0].device)
+            types = call.get(self.types_name or "")
+            maker = partial(self.maker, config)
+            call["attention_mask"] = begin(cache, like, call.get("attention_mask"), types, maker, self.backend)
         return (), call
 
-    def _begin(self, module: nn.Module, call: dict[str, Any], cache: CompactCache, given: Tensor) -> None:
-        padding, types = call.get("attention_mask"), call.get(self.types_name or "")
-        batch, tokens = given.shape[:2]
-        config = text_config(module)
-        maker = partial(self.maker, config)
-        like = torch.empty((batch, tokens, 0), dtype=_dtype(module, given), device=given.device)
-        # The global mask first: it reads how long the cache is, and a failure must leave the cache alone.
-        full = global_mask(maker, cache, like, padding, types)
-        window = cache.plan.window
-        rule = CausalWindow(window, padding)
-        if types is not None:
-            rule = ImageWindow(window, padding, maker, types)
-        step = begin_step(cache, batch, tokens, rule, BACKENDS[self.backend])
-        call["attention_mask"] = {GLOBAL: full, SLIDING: step}
+
+def begin(
+    cache: CompactCache, like: Tensor, padding: Tensor | None, types: Tensor | None, maker: MaskMaker, backend: str
+) -> dict[str, Any]:
+    """Begin a step: what goes into a call in the place of its attention mask, by layer type.
+
+    Args:
+        cache: the cache of the call.
+        like: stands for the embeddings, ``[batch, tokens, any]``.
+        padding: the 2D attention mask of the call.
+        types: its token types, where tokens of one image see each other both ways.
+        maker: makes the masks of the call as the model would.
+        backend: who computes the attention.
+    """
+    # The global mask first: it reads how long the cache is, and a failure must leave the cache alone.
+    full = global_mask(maker, cache, like, padding, types)
+    window = cache.plan.window
+    rule = CausalWindow(window, padding) if types is None else ImageWindow(window, padding, maker, types)
+    return {GLOBAL: full, SLIDING: begin_step(cache, like.shape[0], like.shape[1], rule, BACKENDS[backend])}
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def commit_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """The hook after the text model's forward: the step is done, its tokens count."""
     step = _sliding_mask(kwargs)
@@ -241,7 +301,7 @@ def _needs_gradients(module: nn.Module, given: Tensor) -> bool:
     return torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in module.parameters()))
 
 
-def _is_fast(call: dict[str, Any], config: Any) -> bool:
+def is_fast(call: dict[str, Any], config: Any) -> bool:
     """Whether our attention stands in for stock's: not for attention weights, ready-made masks, or other kernels."""
     padding = call.get("attention_mask")
     flat = padding is None or (isinstance(padding, Tensor) and padding.ndim == 2)

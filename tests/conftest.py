@@ -16,8 +16,16 @@ torch.set_num_threads(2)
 import pytest
 from zoo import FAMILIES, Family
 
+from swapatch.cache import LAYOUTS
+
 
 @pytest.fixture(params=FAMILIES, ids=str)
 def family(request: pytest.FixtureRequest) -> Family:
     """Every family of the zoo in turn."""
+    return request.param
+
+
+@pytest.fixture(params=sorted(LAYOUTS))
+def layout(request: pytest.FixtureRequest) -> str:
+    """Every layout of the sliding buffers in turn."""
     return request.param

@@ -9,23 +9,30 @@ from transformers import DynamicCache
 from zoo import Family, named_ids, text_config, text_model
 
 import swapatch
-from swapatch.cache import AnchoredLayer
+from swapatch.cache import LAYOUTS
 from swapatch.geometry import ceil64
+
+
+def test_rows_of_each_layout() -> None:
+    """The bounds that the README states."""
+    assert {name: LAYOUTS[name].base_rows(512) for name in LAYOUTS} == {"anchored": 576, "ring": 512}
+    assert {name: LAYOUTS[name].base_rows(1024) for name in LAYOUTS} == {"anchored": 1088, "ring": 1024}
+
 
 WINDOWS = (2, 8, 64, 65, 100)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("length", (1, 70, 400))
-def test_storage_is_bounded_for_any_prompt(family: Family, window: int, length: int) -> None:
+def test_storage_is_bounded_for_any_prompt(family: Family, window: int, length: int, layout: str) -> None:
     """Counted as storage, right after the prefill already, so nothing keeps the prompt's keys alive."""
     model = family.build(window)
     ids = named_ids(model, 1, length + 70)
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         after_prefill = forced(model, ids[:, :length], prompt=length).cache
         after_steps = forced(model, ids, prompt=length).cache
     for cache in (after_prefill, after_steps):
-        assert set(sliding_rows(cache)) == {ceil64(window + 63)}
+        assert set(sliding_rows(cache)) == {LAYOUTS[layout].base_rows(window)}
     assert storage_bytes(after_steps) == swapatch.report(after_steps).total_bytes
 
 
@@ -36,9 +43,9 @@ def test_stock_keeps_the_prompt_alive(family: Family) -> None:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_rows_are_the_last_positions_once_each(window: int) -> None:
+def test_rows_are_the_last_positions_once_each(window: int, layout: str) -> None:
     """After every append of any size the visible rows are exactly the last positions, in order."""
-    layer = AnchoredLayer(window)
+    layer = LAYOUTS[layout](window)
     written = 0
     for tokens in (1, 2, 3, 5, 62, 63, 64, 65, 66, 130, 1, 1, *[1] * 200):
         positions = torch.arange(written, written + tokens, dtype=torch.float32).view(1, 1, tokens, 1) + 1
@@ -48,25 +55,26 @@ def test_rows_are_the_last_positions_once_each(window: int) -> None:
         assert torch.equal(keys.flatten(), torch.arange(first, written) + 1.0)
         assert torch.equal(values, -keys)
         assert torch.equal(layer.past()[0].flatten(), torch.arange(max(0, written - window + 1), written) + 1.0)
-        assert layer.rows == ceil64(window + 63)
-        assert not layer.keys[:, :, layer.seen - layer.origin :].any()
+        assert layer.rows == LAYOUTS[layout].base_rows(window)
+        unwritten = ~torch.isin(layer.row_positions(written), torch.arange(written))
+        assert not layer.keys[:, :, unwritten].any()
         assert layer.get_seq_length() == written
 
 
-def test_used_by_an_unpatched_model(family: Family) -> None:
+def test_used_by_an_unpatched_model(family: Family, layout: str) -> None:
     """The cache keeps transformers' contract, so stock code gets stock results with it."""
     model = family.build(16)
     ids = named_ids(model, 2, 150)
     want = forced(model, ids, prompt=40, chunks=[3, 30]).logits
-    got = forced(model, ids, prompt=40, chunks=[3, 30], cache=swapatch.CompactCache(model))
+    got = forced(model, ids, prompt=40, chunks=[3, 30], cache=swapatch.CompactCache(model, layout=layout))
     assert_same_logits(got.logits, want)
 
 
-def test_mask_sizes_and_lengths_as_stock(family: Family) -> None:
+def test_mask_sizes_and_lengths_as_stock(family: Family, layout: str) -> None:
     """At every length: the sizes that stock code makes masks from."""
     model = family.build(16)
     ids = named_ids(model, 1, 100)
-    ours = forced(model, ids[:, :1], prompt=1, cache=swapatch.CompactCache(model)).cache
+    ours = forced(model, ids[:, :1], prompt=1, cache=swapatch.CompactCache(model, layout=layout)).cache
     stock = forced(model, ids[:, :1], prompt=1).cache
     for step in range(1, 100):
         for index in ours.plan.owners:
@@ -79,32 +87,32 @@ def test_mask_sizes_and_lengths_as_stock(family: Family) -> None:
             forced(model, ids[:, step : step + 1], prompt=1, cache=cache)
 
 
-def test_made_by_hand_with_static_global_layers(family: Family) -> None:
+def test_made_by_hand_with_static_global_layers(family: Family, layout: str) -> None:
     model = family.build(16)
     ids = named_ids(model, 1, 150)
     want = forced(model, ids, prompt=40).logits
-    cache = swapatch.CompactCache(model, max_cache_len=200)
-    with swapatch.patch(model):
+    cache = swapatch.CompactCache(model, max_cache_len=200, layout=layout)
+    with swapatch.patch(model, layout=layout):
         assert_same_logits(forced(model, ids, prompt=40, cache=cache).logits, want)
-    assert set(sliding_rows(cache)) == {128}
+    assert set(sliding_rows(cache)) == {LAYOUTS[layout].base_rows(16)}
 
 
-def test_a_deep_copy_goes_its_own_way(family: Family) -> None:
+def test_a_deep_copy_goes_its_own_way(family: Family, layout: str) -> None:
     model = family.build(16)
     ids = named_ids(model, 1, 300)
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         cache = forced(model, ids[:, :200], prompt=200).cache
         twin = copy.deepcopy(cache)
-        assert set(sliding_rows(twin)) == {128}
+        assert set(sliding_rows(twin)) == {LAYOUTS[layout].base_rows(16)}
         want = forced(model, ids[:, 200:], prompt=1, cache=cache).logits
         got = forced(model, ids[:, 200:], prompt=1, cache=twin).logits
     assert torch.equal(got, want)
 
 
-def test_reset_is_a_new_cache(family: Family) -> None:
+def test_reset_is_a_new_cache(family: Family, layout: str) -> None:
     model = family.build(16)
     long, short = named_ids(model, 1, 200), named_ids(model, 3, 90, seed=7)
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         want = forced(model, short, prompt=5).logits
         cache = forced(model, long, prompt=100).cache
         cache.reset()
@@ -112,12 +120,12 @@ def test_reset_is_a_new_cache(family: Family) -> None:
         assert torch.equal(forced(model, short, prompt=5, cache=cache).logits, want)
 
 
-def test_batch_sizes_on_one_model(family: Family) -> None:
+def test_batch_sizes_on_one_model(family: Family, layout: str) -> None:
     model = family.build(16)
     for batch in (2, 1, 3):
         ids = named_ids(model, batch, 90)
         want = forced(model, ids, prompt=20).logits
-        with swapatch.patch(model):
+        with swapatch.patch(model, layout=layout):
             assert_same_logits(forced(model, ids, prompt=20).logits, want)
 
 
@@ -142,11 +150,11 @@ def test_half_written_cache_is_refused(family: Family) -> None:
             forced(model, ids[:, 20:], prompt=1, cache=cache)
 
 
-def test_an_interrupted_step_can_be_repeated(family: Family) -> None:
+def test_an_interrupted_step_can_be_repeated(family: Family, layout: str) -> None:
     """The counters move only when the whole text model has run: a step that failed on the way is as if not begun."""
     model = family.build(16)
     ids = named_ids(model, 1, 101)
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         cache = forced(model, ids[:, :100], prompt=100).cache
         want = forced(model, ids[:, 100:], prompt=1, cache=copy.deepcopy(cache)).logits
         first = cache.sliding[0]
@@ -164,10 +172,10 @@ def test_an_interrupted_step_can_be_repeated(family: Family) -> None:
             assert_same_logits(forced(model, ids[:, 100:], prompt=1, cache=cache).logits, want)
 
 
-def test_crop_within_the_window(family: Family) -> None:
+def test_crop_within_the_window(family: Family, layout: str) -> None:
     model = family.build(100)
     ids = named_ids(model, 1, 90)
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         want = forced(model, ids, prompt=60).logits[:, 60:]
         cache = forced(model, ids[:, :80], prompt=50).cache
         cache.crop(-20)
@@ -177,28 +185,31 @@ def test_crop_within_the_window(family: Family) -> None:
 
 @pytest.mark.parametrize("window", (8, 64))
 @pytest.mark.parametrize("taken", (0, 1, 5, 64, 70))
-def test_crop_of_recorded_tokens(family: Family, window: int, taken: int) -> None:
+def test_crop_of_recorded_tokens(family: Family, window: int, taken: int, layout: str) -> None:
     """Past the window too, and the rows that recording added are given back."""
     model = family.build(window)
     ids = named_ids(model, 1, 300)
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         want = forced(model, ids, prompt=200).logits
         cache = forced(model, ids[:, :200], prompt=200).cache
         cache.activate_past_recording()
         forced(model, ids[:, 200:275], prompt=3, chunks=[70], cache=cache)
-        assert set(sliding_rows(cache)) <= {ceil64(window + 63), ceil64(window + 63) + ceil64(75)}
+        assert set(sliding_rows(cache)) <= {
+            LAYOUTS[layout].base_rows(window),
+            LAYOUTS[layout].base_rows(window) + ceil64(75),
+        }
         cache.crop(-taken)
-        assert set(sliding_rows(cache)) == {ceil64(window + 63)}
+        assert set(sliding_rows(cache)) == {LAYOUTS[layout].base_rows(window)}
         assert cache.get_seq_length() == 275 - taken
         rest = forced(model, ids[:, 275 - taken :], prompt=1, cache=cache).logits
     assert_same_logits(rest, want[:, 275 - taken :])
 
 
 @pytest.mark.parametrize("tokens", (3, -1, -80, -500))
-def test_refused_crop_changes_nothing(family: Family, tokens: int) -> None:
+def test_refused_crop_changes_nothing(family: Family, tokens: int, layout: str) -> None:
     model = family.build(8)
     ids = named_ids(model, 1, 110)
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         want = forced(model, ids, prompt=100).logits[:, 100:]
         cache = forced(model, ids[:, :100], prompt=100).cache
         with pytest.raises((ValueError, RuntimeError), match="crop"):
@@ -207,11 +218,11 @@ def test_refused_crop_changes_nothing(family: Family, tokens: int) -> None:
         assert_same_logits(forced(model, ids[:, 100:], prompt=1, cache=cache).logits, want)
 
 
-def test_batch_verbs(family: Family) -> None:
+def test_batch_verbs(family: Family, layout: str) -> None:
     model = family.build(16)
     ids = named_ids(model, 2, 120)
     order = torch.tensor([1, 1, 0])
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         want = forced(model, ids[order], prompt=50).logits[:, 50:]
         cache = forced(model, ids[:, :50], prompt=50).cache
         cache.batch_select_indices(order)
@@ -222,10 +233,10 @@ def test_batch_verbs(family: Family) -> None:
         assert_same_logits(forced(model, ids[order][:, 50:], prompt=1, cache=cache).logits, want)
 
 
-def test_iterating_gives_what_a_dynamic_cache_is_built_from(family: Family) -> None:
+def test_iterating_gives_what_a_dynamic_cache_is_built_from(family: Family, layout: str) -> None:
     model = family.build(16)
     ids = named_ids(model, 1, 120)
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         cache = forced(model, ids[:, :100], prompt=100).cache
     rebuilt = DynamicCache(cache, config=text_config(model))
     for ours, stock in zip(cache, rebuilt, strict=True):
@@ -233,8 +244,8 @@ def test_iterating_gives_what_a_dynamic_cache_is_built_from(family: Family) -> N
             assert mine is theirs is None or torch.equal(mine, theirs)
 
 
-def test_unused_layers_take_every_verb() -> None:
-    layer = AnchoredLayer(8)
+def test_unused_layers_take_every_verb(layout: str) -> None:
+    layer = LAYOUTS[layout](8)
     layer.crop(0)
     layer.reset()
     layer.batch_repeat_interleave(2)

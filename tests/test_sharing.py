@@ -99,13 +99,13 @@ def test_only_the_kept_positions_are_computed(family: Family, keep: int, chunk: 
 
 
 @pytest.mark.parametrize("sizes", ([1, 1], [10, 1, 1], [16, 1], [50, *[1] * 80], [50, 3, 70, 1], [5, 5, 5, 1]), ids=str)
-def test_returned_states_are_stock_s(family: Family, sizes: list[int]) -> None:
+def test_returned_states_are_stock_s(family: Family, sizes: list[int], layout: str) -> None:
     """Same shapes, values and time order at every call, and later calls do not change what was returned."""
     model = family.build(16)
     ids = named_ids(model, 1, sum(sizes))
 
     def run() -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-        cache = swapatch.CompactCache(model)
+        cache = swapatch.CompactCache(model, layout=layout)
         outputs = []
         with torch.no_grad():
             for part in ids.split(sizes, dim=1):
@@ -113,7 +113,7 @@ def test_returned_states_are_stock_s(family: Family, sizes: list[int]) -> None:
         return [dict(output) for output in outputs]
 
     want = run()
-    with swapatch.patch(model):
+    with swapatch.patch(model, layout=layout):
         got = run()
     for ours, theirs in zip(got, want, strict=True):
         assert ours.keys() == theirs.keys()

@@ -1,0 +1,36 @@
+"""How many graphs torch.compile makes, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch._dynamo.utils import counters
+
+
+@dataclass
+class Watch:
+    """What torch.compile has done since the watch began."""
+
+    _before: dict[str, int] = field(default_factory=lambda: _now())
+
+    @property
+    def graphs(self) -> int:
+        """New graphs, one for each specialisation of each compiled frame."""
+        return _now()["graphs"] - self._before["graphs"]
+
+    @property
+    def breaks(self) -> int:
+        """Graph breaks."""
+        return _now()["breaks"] - self._before["breaks"]
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """Count the graphs made within. `torch._dynamo.reset()` starts over: not within."""
+    yield Watch()
+
+
+def _now() -> dict[str, int]:
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}

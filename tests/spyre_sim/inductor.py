@@ -1,0 +1,48 @@
+"""Inductor's code generation for the simulated device: that for the CPU, on the device's own tensors.
+
+Only imported by `device`: it takes Inductor along.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.virtualized import V
+
+CPU = torch.device("cpu")
+
+
+class SpyreScheduling(CppScheduling):
+    """C++ loops. Here and there their generator asks whether it works for the CPU: it is told so."""
+
+    def codegen_node(self, node: Any) -> None:
+        with V.graph.set_current_device(CPU):
+            super().codegen_node(node)
+
+    def flush(self) -> None:
+        with V.graph.set_current_device(CPU):
+            super().flush()
+
+
+class SpyreWrapper(PythonWrapperCodegen):
+    """The Python around the loops: allocates on the device, calls the rest by its name, and says when it runs."""
+
+    @staticmethod
+    def create(
+        is_subgraph: bool, subgraph_name: str | None, parent_wrapper: Any, partition_signatures: Any = None
+    ) -> PythonWrapperCodegen:
+        if is_subgraph:
+            return PythonWrapperCodegen.create(is_subgraph, subgraph_name, parent_wrapper, partition_signatures)
+        return SpyreWrapper()
+
+    def _generate_kernel_call_helper(
+        self, kernel_name: str, call_args: Any, *, device: Any = None, **rest: Any
+    ) -> None:
+        super()._generate_kernel_call_helper(kernel_name, call_args, device=CPU, **rest)
+
+    def generate_after_suffix(self, result: Any) -> None:
+        super().generate_after_suffix(result)
+        result.writeline("call = torch.spyre.compiled_region(call)")
