@@ -246,7 +246,12 @@ class StepHook:
             like = torch.empty((batch, tokens, 0), dtype=_dtype(module, given[0]), device=given[0].device)
             types = call.get(self.types_name or "")
             maker = partial(self.maker, config)
-            call["attention_mask"] = begin(cache, like, call.get("attention_mask"), types, maker, self.backend)
+            masks = begin(cache, like, call.get("attention_mask"), types, maker, self.backend)
+            call["attention_mask"] = masks
+            if call.get("position_ids") is None:
+                # As stock counts them, but here: a compiled forward would take the length for a constant.
+                positions = torch.arange(*masks[SLIDING].queries, device=given[0].device)
+                call["position_ids"] = positions.unsqueeze(0)
         return (), call
 
 

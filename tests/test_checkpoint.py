@@ -1,7 +1,6 @@
 """The real Gemma 3 270M: what a user does, with the weights and the tokenizer of the checkpoint."""
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(pytestconfig: pytest.Config) -> Iterator[tuple[Any, torch.Tensor]]:
+def checkpoint(pytestconfig: pytest.Config) -> tuple[Any, torch.Tensor]:
     """The model in float32, and 1,500 tokens of a real text."""
     if importlib.util.find_spec("gguf") is None:
         pytest.skip("the checkpoint's packages are not installed (dependency group demo)")
@@ -25,7 +24,7 @@ def checkpoint(pytestconfig: pytest.Config) -> Iterator[tuple[Any, torch.Tensor]
     path = checkpoint_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = AutoTokenizer.from_pretrained(path)((SCRIPTS / "prompt.txt").read_text(), return_tensors="pt").input_ids
-    yield model, ids[:, :1500]
+    return model, ids[:, :1500]
 
 
 def test_hundred_greedy_tokens(checkpoint: tuple[Any, torch.Tensor]) -> None:

@@ -26,7 +26,7 @@ from swapatch.step import Step
 LAYOUTS = ("anchored",)
 WINDOWS = (8, 65)
 PROMPT = 100  # past both windows, but less than a buffer holds: rows are given up while tokens are generated
-NEW = 70
+NEW = 40
 SOME = [BY_NAME[n] for n in ("gemma3_text", "gemma4_ple_shared", "gemma4_vision", "gemma4_unified") if n in BY_NAME]
 """One family of each kind, for modes that hardly depend on the family."""
 GEMMA4 = [family for family in FAMILIES if family.name.startswith("gemma4") and "unified" not in family.name]
@@ -90,6 +90,14 @@ def run(model: Model, layout: str | None, call: Callable[[Model], Any]) -> Run:
     return Run(output, seen.count(True), seen.count(False))
 
 
+def outcome(model: Model, layout: str | None, call: Callable[[Model], Any]) -> Run | Exception:
+    """A run, or the error that it ended with: what one machine or version can do, another cannot."""
+    try:
+        return run(model, layout, call)
+    except Exception as error:
+        return error
+
+
 def generate(model: Model, tokens: int, **options: Any) -> Any:
     """Stock `generate` with all that it returns; nothing ends it early unless told."""
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": NO_END, "max_new_tokens": tokens}
@@ -107,6 +115,16 @@ def prompt(family: Family, model: Model, *lengths: int, seed: int = 0) -> dict[s
 def assert_same(got: Any, want: Any) -> None:
     """Everything that `generate` returns but the cache: tokens equal, numbers within the tolerance."""
     torch.testing.assert_close(_comparable(got), _comparable(want), atol=TOL, rtol=0)
+
+
+def assert_same_outcome(got: Run | Exception, want: Run | Exception) -> bool:
+    """Whether both gave something, which then is the same; otherwise both failed with the same kind of error."""
+    if isinstance(want, Exception):
+        assert type(got) is type(want)
+        return False
+    assert isinstance(got, Run), repr(got)
+    assert_same(got.output, want.output)
+    return True
 
 
 def _comparable(output: Any) -> dict[str, Any]:
@@ -159,11 +177,16 @@ class Mode:
     name: str
     inputs: Callable[[Family, Model], dict[str, Any]]
     options: dict[str, Any]
-    main: bool = False  # run with every family and window
+    main: bool = False  # run with every family, and with both windows
+    text_only: bool = False  # stock refuses it for models that take images
     recorded: int = 0  # tokens at most that the cache remembers beyond the window, to take them back
 
     def __str__(self) -> str:
         return self.name
+
+    def families(self) -> list[Family]:
+        families = FAMILIES if self.main else SOME
+        return [family for family in families if not (self.text_only and family.vision)]
 
     def call(self, family: Family, model: Model, tokens: int = NEW) -> Any:
         options = self.inputs(family, model) | self.options
@@ -177,7 +200,7 @@ MODES = [
     Mode("beams", _padded, BEAMS, main=True),
     Mode("sampled beams", _single, {**BEAMS, "do_sample": True}),
     Mode("prompt lookup", _single, {"prompt_lookup_num_tokens": 6}, main=True, recorded=64),
-    Mode("embeddings", _embeddings, {}),
+    Mode("embeddings", _embeddings, {}, text_only=True),
     Mode("hidden states", _padded, {"output_hidden_states": True}),
     Mode("guidance", _guided, {}),
     Mode("dynamic by name", _single, {"cache_implementation": "dynamic"}),
@@ -190,8 +213,8 @@ MODES = [
     [
         pytest.param(family, window, mode, id=f"{mode}-{family}-{window}")
         for mode in MODES
-        for family in (FAMILIES if mode.main else SOME)
-        for window in (WINDOWS if mode.main or family is SOME[0] else WINDOWS[:1])
+        for family in mode.families()
+        for window in (WINDOWS if mode.main and family in SOME else WINDOWS[:1])
     ],
 )
 def test_mode(family: Family, window: int, mode: Mode, layout: str) -> None:
@@ -202,8 +225,10 @@ def test_mode(family: Family, window: int, mode: Mode, layout: str) -> None:
     assert_compact(got, want, model, layout, mode.recorded)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@some_families
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [pytest.param(family, mode, id=f"{mode}-{family}") for mode in MODES for family in mode.families() if family in SOME],
+)
 def test_mode_notices_a_wrong_window(family: Family, mode: Mode) -> None:
     """The comparison above can fail, for every mode: a window that is one off gives another output."""
     model = family.build(8)
@@ -226,37 +251,597 @@ def test_sequences_that_end_early(family: Family, options: dict[str, Any], layou
     """Rows of a batch end at different steps; finished ones go on as padding."""
     model = family.build(8)
     inputs = prompt(family, model, PROMPT, 30, 3)
-    ends = generate(model, NEW, **inputs).sequences[0, PROMPT + 40 :].tolist()
-    call = {**inputs, **options, "eos_token_id": ends[:1]}
+    ends = generate(model, 20, **inputs, **options).sequences[0, PROMPT + 10 : PROMPT + 15]
+    call = {**inputs, **options, "eos_token_id": ends.tolist()}
     want = run(model, None, lambda model: generate(model, NEW, **call))
     got = run(model, layout, lambda model: generate(model, NEW, **call))
     assert_same(got.output, want.output)
     assert isinstance(cache_of(got.output), swapatch.CompactCache)
     assert (got.compact, got.stock) == (want.stock, 0)
-    assert (got.output.sequences[:, PROMPT:] == PAD).any()
+    assert torch.isin(got.output.sequences[:, PROMPT:-1], ends).any()
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("chunk", (1, 2, 7, 64, 65, 99, 1000))
-@some_families
-def test_prefill_in_chunks(family: Family, window: int, chunk: int, layout: str) -> None:
+CHUNKS = [(family, 8, chunk, lengths) for family in SOME for chunk, lengths in ((1, (PROMPT, 3)), (7, (PROMPT,)))]
+CHUNKS += [(SOME[0], 65, chunk, lengths) for chunk in (1, 2, 64, 65, 1000) for lengths in ((PROMPT,), (PROMPT, 3))]
+
+
+@pytest.mark.parametrize(("family", "window", "chunk", "lengths"), CHUNKS, ids=str)
+def test_prefill_in_chunks(family: Family, window: int, chunk: int, lengths: tuple[int, ...], layout: str) -> None:
     """With and without left padding. Images that a chunk cuts in two are in `test_images.py`."""
-    if window == WINDOWS[1] and family is not SOME[0]:
-        pytest.skip("one family is enough for the second window")
     model = family.build(window)
-    for lengths in ((PROMPT,), (PROMPT, 3)):
-        inputs = family.inputs(model, lengths)
-        want = run(model, None, lambda model: generate(model, 35, **inputs, prefill_chunk_size=chunk))  # noqa: B023
-        got = run(model, layout, lambda model: generate(model, 35, **inputs, prefill_chunk_size=chunk))  # noqa: B023
-        assert_same(got.output, want.output)
-        assert_compact(got, want, model, layout)
+    call = {**family.inputs(model, lengths), "prefill_chunk_size": chunk}
+    want = run(model, None, lambda model: generate(model, NEW, **call))
+    got = run(model, layout, lambda model: generate(model, NEW, **call))
+    assert_same(got.output, want.output)
+    assert_compact(got, want, model, layout)
+    assert (got.compact > NEW) == (chunk < PROMPT)
 
 
+@some_families
 def test_batch_sizes_on_one_model(family: Family, layout: str) -> None:
     model = family.build(8)
     for lengths in ((PROMPT, 40), (90,), (3, PROMPT, 20)):
         inputs = prompt(family, model, *lengths)
-        want = run(model, None, lambda model: generate(model, 40, **inputs))  # noqa: B023
-        got = run(model, layout, lambda model: generate(model, 40, **inputs))  # noqa: B023
+        want = run(model, None, lambda model: generate(model, NEW, **inputs))  # noqa: B023
+        got = run(model, layout, lambda model: generate(model, NEW, **inputs))  # noqa: B023
         assert_same(got.output, want.output)
+        assert_compact(got, want, model, layout)
+
+
+class Collector(BaseStreamer):
+    """Keeps what a streamer is given, and how often it was told the end."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+        self.ends = 0
+
+    def put(self, value: Tensor) -> None:
+        self.parts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("options", ({}, {"do_sample": True}, {"prompt_lookup_num_tokens": 6}), ids=str)
+@some_families
+def test_streamers(family: Family, options: dict[str, Any], layout: str) -> None:
+    """The same tokens in the same portions."""
+    model = family.build(8)
+    call = {**prompt(family, model, PROMPT), **options}
+    theirs, mine = Collector(), Collector()
+    want = run(model, None, lambda model: generate(model, NEW, **call, streamer=theirs))
+    got = run(model, layout, lambda model: generate(model, NEW, **call, streamer=mine))
+    assert_same(got.output, want.output)
+    assert_compact(got, want, model, layout, recorded=64 if "prompt_lookup_num_tokens" in options else 0)
+    assert mine.parts == theirs.parts
+    assert sum(mine.parts, []) == got.output.sequences[0].tolist()
+    assert mine.ends == theirs.ends == 1
+
+
+@some_families
+def test_attention_weights(family: Family, layout: str) -> None:
+    """Shapes and values are stock's: stock code computes them, from the compact rows."""
+    model = family.build(8, attn_implementation="eager")
+    call = {**prompt(family, model, PROMPT, 3), "output_attentions": True, "output_hidden_states": True}
+    want = run(model, None, lambda model: generate(model, NEW, **call))
+    got = run(model, layout, lambda model: generate(model, NEW, **call))
+    assert_same(got.output, want.output)
+    assert len(got.output.attentions) == NEW
+    assert isinstance(cache_of(got.output), swapatch.CompactCache)
+    assert max(sliding_rows(cache_of(got.output))) < PROMPT + NEW - 1
+    assert (got.compact, got.stock) == (0, want.stock)
+
+
+# -- drafts that are taken back --
+
+
+def draft(assistant: Model, tokens: int) -> Model:
+    """Let the assistant draft exactly so many tokens a round, however sure it is."""
+    config = assistant.generation_config
+    config.num_assistant_tokens = tokens
+    config.num_assistant_tokens_schedule = "constant"
+    config.assistant_confidence_threshold = 0.0
+    return assistant
+
+
+def relative(family: Family, model: Model) -> Model:
+    """An assistant that is right now and then: the same weights with a longer window."""
+    return family.with_window(model, 2 * text_config(model).sliding_window)
+
+
+def stranger(family: Family, model: Model) -> Model:
+    """An assistant that is hardly ever right."""
+    return family.build(text_config(model).sliding_window, seed=5)
+
+
+def assisted(model: Model, assistant: Model, tokens: int, inputs: dict[str, Any], **options: Any) -> Any:
+    return generate(model, tokens, **inputs, assistant_model=assistant, **options)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("tokens", (1, 20, 66))
+@some_families
+def test_own_assistant(
+    family: Family, window: int, tokens: int, layout: str, made: list[swapatch.CompactCache]
+) -> None:
+    """Every draft is right, so bursts of it are kept: past the window, and over the end of the buffers."""
+    model = draft(family.build(window), tokens)
+    inputs = prompt(family, model, PROMPT)
+    want = generate(model, 2 * NEW, **inputs)
+    got = run(model, layout, lambda model: assisted(model, model, 2 * NEW, inputs))
+    assert_same(got.output, want)
+    assert isinstance(cache_of(got.output), swapatch.CompactCache)
+    assert len(made) == 2
+    assert got.stock == 0
+
+
+@pytest.mark.parametrize("who", ("target", "assistant", "both"))
+@pytest.mark.parametrize(("helper", "tokens"), ((relative, 5), (stranger, 2)))
+def test_assistant(
+    family: Family,
+    helper: Callable[[Family, Model], Model],
+    tokens: int,
+    who: str,
+    layout: str,
+    made: list[swapatch.CompactCache],
+) -> None:
+    """Some or all of a draft is taken back in each round, on either side of the roll. Equals greedy without drafts."""
+    if helper is stranger and (family not in SOME or who != "both"):
+        pytest.skip("a few families are enough")
+    model = family.build(8)
+    assistant = draft(helper(family, model), tokens)
+    inputs = prompt(family, model, PROMPT)
+    want = generate(model, NEW, **inputs)
+    with watched(assistant) as drafts, patched(assistant, layout if who != "target" else None):
+        got = run(model, layout if who != "assistant" else None, lambda model: assisted(model, assistant, NEW, inputs))
+    assert_same(got.output, want)
+    assert isinstance(cache_of(got.output), swapatch.CompactCache) == (who != "assistant")
+    assert len(made) == (2 if who == "both" else 1)
+    assert bool(got.stock) == (who == "assistant")
+    assert set(drafts) == {who != "target"}
+    assert len(drafts) > NEW  # some were in vain
+
+
+@some_families
+def test_assistant_of_a_longer_window(family: Family, layout: str) -> None:
+    """The second window, and a target whose buffers roll while it takes drafts back."""
+    model = family.build(65)
+    assistant = draft(relative(family, model), 20)
+    inputs = prompt(family, model, PROMPT)
+    want = generate(model, NEW, **inputs)
+    with swapatch.patch(assistant, layout=layout):
+        got = run(model, layout, lambda model: assisted(model, assistant, NEW, inputs))
+    assert_same(got.output, want)
+    assert isinstance(cache_of(got.output), swapatch.CompactCache)
+
+
+@some_families
+def test_sampled_drafts(family: Family, layout: str) -> None:
+    """Speculative sampling: seeded, the same tokens as stock with the same assistant."""
+    model = family.build(8)
+    assistant = draft(relative(family, model), 3)
+    inputs = prompt(family, model, PROMPT)
+    want = assisted(model, assistant, NEW, inputs, do_sample=True)
+    with swapatch.patch(assistant, layout=layout):
+        got = run(model, layout, lambda model: assisted(model, assistant, NEW, inputs, do_sample=True))
+    assert_same(got.output, want)
+    assert isinstance(cache_of(got.output), swapatch.CompactCache)
+    assert got.stock == 0
+
+
+@pytest.mark.parametrize("family", GEMMA4, ids=str)
+def test_drafter_that_reads_shared_states(family: Family, layout: str) -> None:
+    """Gemma 4's own kind of assistant attends the keys and values that the target returns: the same drafts as stock."""
+    if not hasattr(transformers, "Gemma4AssistantForCausalLM"):
+        pytest.skip("this transformers has no such assistant")
+    model = family.build(8)
+    drafter = draft(shared_state_drafter(model), 3)
+    inputs = prompt(family, model, PROMPT)
+
+    def drafts(layout: str | None) -> tuple[Any, list[Tensor]]:
+        logits: list[Tensor] = []
+        hook = drafter.register_forward_hook(lambda module, args, output: logits.append(output.logits))
+        got = run(model, layout, lambda model: assisted(model, drafter, NEW, inputs))
+        hook.remove()
+        assert (got.compact > 0, got.stock > 0) == (layout is not None, layout is None)
+        return got.output, logits
+
+    greedy = generate(model, NEW, **inputs)
+    (want, their_drafts), (got, my_drafts) = drafts(None), drafts(layout)
+    assert_same(want, greedy)
+    assert_same(got, greedy)
+    assert isinstance(cache_of(got), swapatch.CompactCache)
+    torch.testing.assert_close(my_drafts, their_drafts, atol=TOL, rtol=0)
+
+
+def shared_state_drafter(target: Model) -> Model:
+    config = text_config(target)
+    text = transformers.Gemma4TextConfig(
+        layer_types=[SLIDING, FULL],
+        num_hidden_layers=2,
+        num_kv_shared_layers=2,
+        vocab_size=config.vocab_size,
+        vocab_size_per_layer_input=0,
+        hidden_size_per_layer_input=0,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=config.num_key_value_heads,
+        num_global_key_value_heads=config.num_global_key_value_heads,
+        attention_k_eq_v=config.attention_k_eq_v,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=config.sliding_window,
+        pad_token_id=PAD,
+    )
+    torch.manual_seed(3)
+    whole = transformers.Gemma4AssistantConfig(text_config=text, backbone_hidden_size=config.hidden_size)
+    return transformers.Gemma4AssistantForCausalLM(whole).eval()
+
+
+def test_leaving_early_to_draft(family: Family, layout: str) -> None:
+    """The first layers of the model draft: meanwhile its config says that it has no others."""
+
+    def call(model: Model) -> Any:
+        return generate(draft(model, 3), NEW, **prompt(family, model, PROMPT), assistant_early_exit=3)
+
+    # Each on a model of its own: where stock cannot do it, the config stays as it was at the failure.
+    want = outcome(family.build(8), None, call)
+    got = outcome(family.build(8), layout, call)
+    if assert_same_outcome(got, want):
         assert isinstance(cache_of(got.output), swapatch.CompactCache)
+        assert got.stock == 0
+
+
+@some_families
+def test_one_step_is_undone_at_the_end(family: Family, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the end is noticed one step late (on a Mac), that step is taken back from the cache that is returned."""
+    if not hasattr(generation_utils, "DeferredStopCheck"):
+        pytest.skip("this transformers does not defer")
+    monkeypatch.setattr(generation_utils.DeferredStopCheck, "is_supported", staticmethod(lambda *args, **kwargs: True))
+    model = family.build(8)
+    inputs = prompt(family, model, PROMPT)
+    end = generate(model, NEW, **inputs).sequences[0, PROMPT + 32].item()
+    want = run(model, None, lambda model: generate(model, NEW, **inputs, eos_token_id=end))
+    got = run(model, layout, lambda model: generate(model, NEW, **inputs, eos_token_id=end))
+    assert_same(got.output, want.output)
+    assert got.output.sequences.shape[1] < PROMPT + NEW
+    ids = named_ids(model, 1, 20)
+    after = [forced(model, ids, prompt=1, cache=cache_of(want.output))]
+    with swapatch.patch(model, layout=layout):
+        after.append(forced(model, ids, prompt=1, cache=cache_of(got.output)))
+    assert_same_logits(after[1].logits, after[0].logits)
+
+
+# -- a returned cache --
+
+
+def turns(family: Family, model: Model, lengths: tuple[int, ...], **second: Any) -> list[Any]:
+    """A prompt; then all ids so far and new ones; then only the ids that the cache does not know, with the whole mask."""
+    inputs = family.inputs(model, lengths)
+    outputs = [generate(model, 20, **inputs)]
+    cache = cache_of(outputs[0])
+    call = spoken(model, outputs[0].sequences, inputs["attention_mask"], 9) | {cache_key(model): cache}
+    outputs.append(generate(model, 20, **call, **second))
+    call = spoken(model, outputs[1].sequences, inputs["attention_mask"], 70) | {cache_key(model): cache}
+    call["input_ids"] = call["input_ids"][:, cache.get_seq_length() :]
+    outputs.append(generate(model, 20, **call))
+    assert all(cache_of(output) is cache for output in outputs)
+    return outputs
+
+
+def spoken(model: Model, ids: Tensor, mask: Tensor, more: int) -> dict[str, Any]:
+    """So many new ids after these, and the mask for all of them."""
+    ids = torch.cat([ids, named_ids(model, len(ids), more, seed=more)], dim=1)
+    return {"input_ids": ids, "attention_mask": nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)}
+
+
+@pytest.mark.parametrize("second", ({}, {"prefill_chunk_size": 5}), ids=str)
+@pytest.mark.parametrize("lengths", ((PROMPT,), (PROMPT, 3)), ids=str)
+@some_families
+def test_more_turns_on_a_returned_cache(
+    family: Family, lengths: tuple[int, ...], second: dict[str, Any], layout: str, made: list[swapatch.CompactCache]
+) -> None:
+    model = family.build(8)
+    want = turns(family, model, lengths, **second)
+    with watched(model) as seen, swapatch.patch(model, layout=layout):
+        got = turns(family, model, lengths, **second)
+    for ours, theirs in zip(got, want, strict=True):
+        assert_same(ours, theirs)
+    assert all(seen)
+    assert len(made) == 1
+    assert max(sliding_rows(made[0])) < made[0].get_seq_length()
+
+
+@some_families
+def test_returned_cache_goes_on_by_hand(family: Family, layout: str) -> None:
+    model = family.build(8)
+    inputs = family.inputs(model, (PROMPT, 3))
+    more = 45
+
+    def by_hand(model: Model) -> Tensor:
+        output = generate(model, 20, **inputs)
+        cache = cache_of(output)
+        call = spoken(model, output.sequences, inputs["attention_mask"], more)
+        ids, mask = call["input_ids"][:, cache.get_seq_length() :], call["attention_mask"]
+        return forced(model, ids, prompt=5, chunks=[1, 9], attention_mask=mask, cache=cache).logits
+
+    want = run(model, None, by_hand)
+    got = run(model, layout, by_hand)
+    assert_same_logits(got.output, want.output)
+    assert (got.compact, got.stock) == (want.stock, 0)
+
+
+# -- caches of a fixed length --
+
+
+STATIC = {"cache_implementation": "static"}
+FIXED_MODES = {
+    "greedy": {},
+    "beams": BEAMS,
+    "chunks": {"prefill_chunk_size": 7},
+    "longer than needed": {"max_cache_len": 400},
+}
+
+
+@pytest.mark.parametrize("options", FIXED_MODES.values(), ids=FIXED_MODES.keys())
+@some_families
+def test_static_cache(family: Family, options: dict[str, Any], layout: str) -> None:
+    """Asked for by name: the global layers are static, the sliding ones are bounded all the same."""
+    model = family.build(8)
+    call = {**prompt(family, model, PROMPT, 3), **STATIC, **options}
+    if "prefill_chunk_size" in options:
+        call |= family.inputs(model, (PROMPT, 3))
+        call.pop("mm_token_type_ids", None)
+        call.pop("token_type_ids", None)
+    want = run(model, None, lambda model: generate(model, NEW, **call))
+    got = run(model, layout, lambda model: generate(model, NEW, **call))
+    assert_same(got.output, want.output)
+    assert type(cache_of(want.output)) is StaticCache
+    assert_compact(got, want, model, layout)
+    assert cache_of(got.output).get_max_length() == cache_of(want.output).get_max_length()
+
+
+@pytest.mark.parametrize("helper", ("itself", "prompt lookup"))
+@some_families
+def test_static_cache_and_drafts(family: Family, helper: str, layout: str) -> None:
+    """Stock refuses it, past the window, or does it; ours may do it, and then gives the same tokens."""
+    model = draft(family.build(8), 3)
+    inputs = prompt(family, model, PROMPT)
+    options = {"assistant_model": model} if helper == "itself" else {"prompt_lookup_num_tokens": 4}
+    greedy = generate(model, NEW, **inputs)
+    got = outcome(model, layout, lambda model: generate(model, NEW, **inputs, **STATIC, **options))
+    want = outcome(model, None, lambda model: generate(model, NEW, **inputs, **STATIC, **options))
+    if isinstance(got, Exception):
+        assert type(got) is type(want)
+    else:
+        assert_same(got.output, greedy)
+
+
+@pytest.mark.parametrize("name", ("gemma3_text", "gemma4_ple_shared", "gemma4_vision"))
+def test_static_cache_compiled(name: str, layout: str) -> None:
+    """The slow one: traced for real, without generating machine code, on a CPU too."""
+    if name not in BY_NAME:
+        pytest.skip("this transformers has no such model")
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    family = BY_NAME[name]
+    model = family.build(8)
+    call = {**prompt(family, model, PROMPT), **STATIC}
+    want = generate(model, NEW, **call)
+    torch.compiler.reset()
+    with swapatch.patch(model, layout=layout):
+        got = generate(model, NEW, **call, compile_config=config)
+    torch.compiler.reset()
+    assert_same(got, want)
+    assert isinstance(cache_of(got), swapatch.CompactCache)
+    assert hasattr(model, "_compiled_call")
+
+
+# -- what stays stock's --
+
+
+def no_cache(family: Family, model: Model) -> dict[str, Any]:
+    return {"use_cache": False}
+
+
+def offloaded(family: Family, model: Model) -> dict[str, Any]:
+    return {"cache_implementation": "offloaded"}
+
+
+def offloaded_static(family: Family, model: Model) -> dict[str, Any]:
+    return {"cache_implementation": "offloaded_static"}
+
+
+def quantized(family: Family, model: Model) -> dict[str, Any]:
+    return {"cache_implementation": "quantized"}
+
+
+def own_dynamic(family: Family, model: Model) -> dict[str, Any]:
+    return {cache_key(model): DynamicCache(config=text_config(model))}
+
+
+def own_dynamic_without_windows(family: Family, model: Model) -> dict[str, Any]:
+    return {cache_key(model): DynamicCache()}
+
+
+def own_static(family: Family, model: Model) -> dict[str, Any]:
+    return {cache_key(model): StaticCache(text_config(model), PROMPT + NEW)}
+
+
+def both_kinds_of_cache(family: Family, model: Model) -> dict[str, Any]:
+    return own_dynamic(family, model) | STATIC
+
+
+STOCK = (
+    no_cache,
+    offloaded,
+    offloaded_static,
+    quantized,
+    own_dynamic,
+    own_dynamic_without_windows,
+    own_static,
+    both_kinds_of_cache,
+)
+
+
+@pytest.mark.parametrize("options", STOCK)
+@some_families
+def test_stays_stock(
+    family: Family,
+    options: Callable[[Family, Model], dict[str, Any]],
+    layout: str,
+    made: list[swapatch.CompactCache],
+) -> None:
+    """The same outcome, be it an error, with the same kind of cache and no compact one in sight."""
+    model = family.build(8)
+    inputs = prompt(family, model, PROMPT, 3)
+    want = outcome(model, None, lambda model: generate(model, NEW, **inputs, **options(family, model)))
+    got = outcome(model, layout, lambda model: generate(model, NEW, **inputs, **options(family, model)))
+    if assert_same_outcome(got, want):
+        assert (got.compact, got.stock) == (0, want.stock)
+        assert_same_kind_of_cache(got, want)
+    assert not made
+
+
+def assert_same_kind_of_cache(got: Run, want: Run) -> None:
+    caches = [cache_of(run.output) if {"cache", "past_key_values"} & set(run.output) else None for run in (got, want)]
+    assert type(caches[0]) is type(caches[1])
+    if caches[0] is not None:
+        assert [type(layer) for layer in caches[0].layers] == [type(layer) for layer in caches[1].layers]
+
+
+@pytest.mark.parametrize("fixed", (None, 400))
+@pytest.mark.parametrize("used", ("patched", "not patched"))
+@some_families
+def test_a_compact_cache_that_is_passed(family: Family, used: str, fixed: int | None, layout: str) -> None:
+    """Made by hand it is used as any other, by a model that is not patched too."""
+    model = family.build(8)
+    inputs = prompt(family, model, PROMPT, 3)
+    want = run(model, None, lambda model: generate(model, NEW, **inputs))
+    cache = swapatch.CompactCache(model, max_cache_len=fixed, layout=layout)
+    call = {**inputs, cache_key(model): cache}
+    got = run(model, layout if used == "patched" else None, lambda model: generate(model, NEW, **call))
+    assert_same(got.output, want.output)
+    assert cache_of(got.output) is cache
+    assert max(sliding_rows(cache)) < cache.get_seq_length() == PROMPT + NEW - 1
+    assert (got.compact if used == "patched" else got.stock) == NEW
+
+
+@some_families
+def test_training_mode(family: Family, layout: str) -> None:
+    """All is stock's code: dropout draws the same numbers."""
+    model = family.build(8)
+    for layer in text_model(model).layers:
+        layer.self_attn.attention_dropout = 0.3
+    model.train()
+    inputs = prompt(family, model, PROMPT)
+    want = run(model, None, lambda model: generate(model, NEW, **inputs))
+    got = run(model, layout, lambda model: generate(model, NEW, **inputs))
+    assert_same(got.output, want.output)
+    assert got.compact == 0
+    without = generate(model.eval(), NEW, **inputs)
+    assert not torch.equal(torch.stack(without.logits), torch.stack(got.output.logits))
+
+
+@some_families
+def test_gradients(family: Family, layout: str, made: list[swapatch.CompactCache]) -> None:
+    model = family.build(8)
+    ids = named_ids(model, 1, PROMPT)
+    with watched(model) as seen, swapatch.patch(model, layout=layout):
+        output = model(ids, use_cache=True)
+    assert output.logits.requires_grad
+    assert type(cache_of(output)) is DynamicCache
+    assert (seen, made) == ([False], [])
+
+
+@some_families
+def test_generate_batch(family: Family, layout: str, made: list[swapatch.CompactCache]) -> None:
+    """Continuous batching keeps pages of its own."""
+    model = family.build(8)
+    prompts = [named_ids(model, 1, length, seed=length)[0].tolist() for length in (PROMPT, 7)]
+    # Without a size the pages take most of the memory there is.
+    pages = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=32, max_batch_tokens=64)
+    settings = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=NO_END, pad_token_id=PAD)
+
+    def call(model: Model) -> dict[str, Any]:
+        done = model.generate_batch(
+            prompts, generation_config=settings, continuous_batching_config=pages, warmup=False
+        )
+        return {name: torch.tensor(request.generated_tokens) for name, request in done.items()}
+
+    want = outcome(model, None, call)
+    got = outcome(model, layout, call)
+    if assert_same_outcome(got, want):
+        assert got.compact == 0 < got.stock
+        alone = [generate(model, 20, input_ids=torch.tensor([one])).sequences[0, len(one) :] for one in prompts]
+        assert all(torch.equal(a, b) for a, b in zip(alone, got.output.values(), strict=True))
+    assert not made
+
+
+# -- masks that the caller has made --
+
+
+def ready_masks(cache: Any, model: Model, queries: int, kind: str) -> Any:
+    """Masks for the next tokens: 4D for both kinds of layer, or one for each; random holes, the token itself seen."""
+    seen = cache.get_seq_length()
+    window = text_config(model).sliding_window
+    query = torch.arange(seen, seen + queries)[:, None]
+    key = torch.arange(seen + queries)
+    holes = torch.rand(seen + queries, generator=torch.Generator().manual_seed(1)) < 0.2
+    allowed = (key <= query) & (~holes | (key == query))
+    if kind == "one for both":
+        return allowed[None, None]
+    first = max(0, seen - window + 1)
+    near = allowed & (key > query - window)
+    return {FULL: allowed[None, None], SLIDING: near[None, None, :, first:]}
+
+
+def additive(mask: Any) -> Any:
+    if isinstance(mask, dict):
+        return {name: additive(part) for name, part in mask.items()}
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("convert", (lambda mask: mask, additive), ids=("bool", "additive"))
+@pytest.mark.parametrize("kind", ("one for both", "one for each"))
+def test_ready_made_masks(family: Family, kind: str, convert: Callable[[Any], Any], layout: str) -> None:
+    """They reach the layers as they are, over a prompt, several tokens and single ones."""
+    model = family.build(8)
+    ids = named_ids(model, 1, PROMPT + 45)
+    # One mask for both can only fit where both kinds of layer have the same keys: within the window, or in a prefill.
+    sizes = [PROMPT] if kind == "one for both" else [PROMPT, 5, *[1] * 40]
+
+    @torch.no_grad()
+    def call(model: Model) -> Any:
+        cache = DynamicCache(config=text_config(model))
+        if swapatch.is_patched(model):
+            cache = swapatch.CompactCache(model, layout=layout)
+        logits = []
+        for part in ids[:, : sum(sizes)].split(sizes, dim=1):
+            mask = convert(ready_masks(cache, model, part.shape[1], kind))
+            logits.append(model(part, attention_mask=mask, **{cache_key(model): cache}).logits)
+        return torch.cat(logits, dim=1)
+
+    want = run(model, None, call)
+    got = run(model, layout, call)
+    assert_same_logits(got.output, want.output)
+    assert (got.compact, got.stock) == (0, len(sizes))
+
+
+@pytest.mark.parametrize("convert", (lambda mask: mask, additive), ids=("bool", "additive"))
+@some_families
+def test_ready_made_mask_that_does_not_fit(family: Family, convert: Callable[[Any], Any], layout: str) -> None:
+    """Past the window one mask cannot serve both kinds of layer: the same error as stock's."""
+    model = family.build(8)
+    ids = named_ids(model, 1, PROMPT + 1)
+
+    def call(model: Model) -> Any:
+        cache = forced(model, ids[:, :PROMPT], prompt=PROMPT).cache
+        mask = convert(ready_masks(cache, model, 1, "one for both"))
+        with torch.no_grad():
+            return model(ids[:, PROMPT:], attention_mask=mask, **{cache_key(model): cache})
+
+    want = outcome(model, None, call)
+    assert isinstance(want, RuntimeError)
+    assert_same_outcome(outcome(model, layout, call), want)

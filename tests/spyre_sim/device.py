@@ -52,7 +52,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from . import operator
+from . import graphs, operator
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -360,15 +360,16 @@ def _device_module() -> types.ModuleType:
 
 def _teach_inductor() -> None:
     """Register a code generator: the C++ one, which need not know that its pointers belong to a device."""
+    graphs.import_inductor()
     from torch._dynamo.device_interface import CpuInterface, register_interface_for_device
     from torch._inductor.codegen.common import register_backend_for_device, register_device_op_overrides
     from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides
     from torch._inductor.fx_passes.joint_graph import lazy_init
 
-    from .inductor import SpyreScheduling, SpyreWrapper
+    from .inductor import SourceInKey, SpyreScheduling, SpyreWrapper
 
     register_interface_for_device("spyre", type("SpyreInterface", (CpuInterface,), {}))
     register_device_op_overrides("spyre", CpuDeviceOpOverrides())
-    register_backend_for_device("spyre", SpyreScheduling, SpyreWrapper)
+    register_backend_for_device("spyre", SpyreScheduling, SpyreWrapper, device_custom_pass=SourceInKey())
     # Inductor tries its patterns on tensors of a device when it first compiles for it. Not while somebody counts.
     lazy_init(torch.device("spyre", 0))

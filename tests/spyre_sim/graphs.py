@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,14 @@ class Watch:
 def watched() -> Iterator[Watch]:
     """Count the graphs made within. `torch._dynamo.reset()` starts over: not within."""
     yield Watch()
+
+
+def import_inductor() -> None:
+    """Import what torch.compile would at its first use, whose deprecation warnings must not fail a test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import torch._inductor.compile_fx
+        import torch._inductor.fx_passes.post_grad  # noqa: F401
 
 
 def _now() -> dict[str, int]:
