@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 
+from . import verify
 from ._compat import UntestedVersionWarning
 from ._errors import (
     AlreadyPatchedError,
     CacheStateError,
     PatchConflictError,
+    SpyreContractError,
     SwapatchError,
     UnsupportedModelError,
     UnsupportedVersionError,
@@ -33,6 +35,7 @@ __all__ = [
     "PatchConflictError",
     "PatchHandle",
     "Report",
+    "SpyreContractError",
     "Status",
     "SwapatchError",
     "UnsupportedModelError",
@@ -44,6 +47,7 @@ __all__ = [
     "report",
     "status",
     "unpatch",
+    "verify",
 ]
 
 logging.getLogger("swapatch").addHandler(logging.NullHandler())

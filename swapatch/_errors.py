@@ -8,6 +8,7 @@
         ├── UnsupportedVersionError    (also an ImportError)  this transformers does not fit
         ├── AlreadyPatchedError        (also a RuntimeError)  patched before, with other options
         ├── PatchConflictError         (also a RuntimeError)  somebody else's patch is in the way
+        ├── SpyreContractError         (also a RuntimeError)  the Spyre operator is missing, or would be misused
         └── CacheStateError            (also a RuntimeError)  the cache cannot do what is asked
 
 Every message says what was found, what is supported, and what to do.
@@ -34,6 +35,10 @@ class AlreadyPatchedError(SwapatchError, RuntimeError):
 
 class PatchConflictError(SwapatchError, RuntimeError):
     """Somebody else replaced the same attribute: patching or undoing over it would break theirs."""
+
+
+class SpyreContractError(SwapatchError, RuntimeError):
+    """torch-spyre's operator is missing, has an older form, or would be called against its contract."""
 
 
 class CacheStateError(SwapatchError, RuntimeError):

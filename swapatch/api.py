@@ -14,13 +14,13 @@ from transformers.masking_utils import create_masks_for_generate
 from ._compat import check_version
 from ._errors import AlreadyPatchedError, PatchConflictError, UnsupportedModelError, explain
 from ._undo import UndoLog
-from .attention import BACKENDS
+from .attention import NAMES, spyre
 from .cache import LAYOUTS, check_layout
 from .families import FAMILIES, Family
 from .generate import MAKE_MASKS, PREPARE_CACHE, CacheMaker, MethodWrapper, StepMaker
+from .hooks import Options, StepHook, commit_hook
 from .masks import text_masks
 from .plan import ModelPlan, plan_model
-from .step import StepHook, commit_hook
 from .switch import is_disabled
 
 logger = logging.getLogger("swapatch")
@@ -37,7 +37,8 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
     Args:
         model: a loaded transformers model, with or without a language modeling head.
         layout: how the sliding buffers are laid out: ``"anchored"`` (time order, rolled every 64 tokens) or ``"ring"``.
-        backend: who computes the attention; ``"auto"``, ``"windowed"``, or ``"reference"`` (slow, for debugging).
+        backend: who computes the attention. ``"auto"`` is ``"spyre"``, torch-spyre's operator, on a Spyre device and
+            ``"windowed"``, our own code, elsewhere; ``"reference"`` is slow, for debugging.
         strict: treat a version of transformers that was not tested as an error, not as a warning.
 
     Returns:
@@ -48,11 +49,12 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
         UnsupportedVersionError: transformers does not fit, or, with ``strict``, was not tested.
         AlreadyPatchedError: patched before with other options.
         PatchConflictError: somebody else has replaced what swapatch would replace.
+        SpyreContractError: the Spyre operator is asked for and is missing, or has an older form.
         ValueError: an unknown layout or backend.
     """
     check_layout(layout)
-    if backend not in BACKENDS:
-        raise ValueError(explain(f"backend={backend!r}", ", ".join(map(repr, BACKENDS)), "pass one of these"))
+    if backend not in NAMES:
+        raise ValueError(explain(f"backend={backend!r}", ", ".join(map(repr, NAMES)), "pass one of these"))
     if is_disabled():
         logger.info("switched off: %s stays as it is", type(model).__name__)
         return PatchHandle(model, None, layout, backend, UndoLog())
@@ -64,6 +66,8 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
         )
     plan = plan_model(model)
     check_version(strict)
+    if backend == "spyre":
+        spyre.operator()
     parts = _locate(model, plan)
     handle = PatchHandle(model, plan, layout, backend, UndoLog())
     try:
@@ -239,15 +243,16 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
     for name, attention in parts.attentions:
         slot = _forward_slot(attention)
         log.set(f"{name}.{slot}", attention, slot, MethodType(parts.family.forward, attention))
+    options = Options(handle.layout, handle.backend, causal=not plan.bidirectional)
     types_name = parts.family.types_name if plan.bidirectional else None
     for name, generator in parts.generators:
         prefix = f"{name}." if name else ""
         wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
         log.set(f"{prefix}{PREPARE_CACHE}", generator, PREPARE_CACHE, wrapper)
         stock = getattr(generator, MAKE_MASKS, create_masks_for_generate)
-        log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, types_name, handle.backend))
+        log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, options, types_name))
     for module in parts.visions:
-        log.hook_before(module, StepHook(handle.layout, handle.backend, parts.family.masks, types_name))
-    log.hook_before(parts.text, StepHook(handle.layout, handle.backend, text_masks))
+        log.hook_before(module, StepHook(options, parts.family.masks, types_name))
+    log.hook_before(parts.text, StepHook(options, text_masks))
     log.hook_after(parts.text, commit_hook)
     log.set(_HANDLE, parts.text, _HANDLE, handle)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
 from ._errors import CacheStateError, explain
+from .attention import spyre
 from .geometry import Span, anchored_rows, ceil64, past_size, ring_pieces, ring_rows, roll_origin
 from .plan import ModelPlan, plan_model, text_config
 
@@ -127,6 +128,24 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Keys and values that a next token can see, ``[batch, kv_heads, min(seen, W - 1), head_dim]``."""
         return self.read(Span(self.seen - past_size(self.seen, self.sliding_window), self.seen))
 
+    def past_in(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The same at the end of this many rows, behind zeros; by copies that stay on the device."""
+        past = Span(self.seen - past_size(self.seen, self.sliding_window), self.seen)
+        found = []
+        for buffer in (self.keys, self.values):
+            first, whole = rows - past.size, _zeros(buffer, rows)
+            for part in self.pieces(past):
+                whole.narrow(2, first, part.size).copy_(buffer.narrow(2, part.start, part.size))
+                first += part.size
+            found.append(whole)
+        return found[0], found[1]
+
+    def write(self, key: Tensor, value: Tensor) -> None:
+        """Append, and allocate the buffers first where there are none."""
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        self.append(key, value)
+
     def append(self, key: Tensor, value: Tensor) -> None:
         """Write any number of tokens, ``[batch, kv_heads, tokens, head_dim]``; rows nobody can see are left out."""
         tokens = key.shape[2]
@@ -146,13 +165,11 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append and return what the new tokens may see, in time order: ``[batch, kv_heads, past + new, head_dim]``."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         keys, values = key_states, value_states
         if self.seen:
             past_keys, past_values = self.past()
             keys, values = torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2)
-        self.append(key_states, value_states)
+        self.write(key_states, value_states)
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -349,4 +366,4 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 def _zeros(like: Tensor, rows: int) -> Tensor:
     batch, heads, _, dim = like.shape
-    return torch.zeros((batch, heads, rows, dim), dtype=like.dtype, device=like.device)
+    return spyre.zeros((batch, heads, rows, dim), like.dtype, like.device)

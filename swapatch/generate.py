@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from ._compat import CACHE_NAME, cache_in
 from .cache import CompactCache
+from .hooks import Options, begin, is_fast
 from .plan import SLIDING, text_config
-from .step import begin, is_fast
 from .switch import is_disabled
 
 PREPARE_CACHE = "_prepare_cache_for_generation"
@@ -48,7 +48,7 @@ class CacheMaker:
         fixed = type(made) is StaticCache
         longest = max(layer.get_max_length() for layer in made.layers) if fixed else None
         compact = CompactCache(config, max_cache_len=longest, layout=self.layout)
-        if any(made.is_recording_past(index) for index in range(len(made.layers))):
+        if any(getattr(layer, "record_past", False) for layer in made.layers):
             compact.activate_past_recording()
         return compact
 
@@ -59,13 +59,13 @@ class StepMaker:
 
     Attributes:
         stock: the function that would make them.
+        options: of the patch.
         types_name: its argument for token types, where tokens of one image see each other both ways.
-        backend: who computes the attention.
     """
 
     stock: Callable[..., Any]
+    options: Options
     types_name: str | None
-    backend: str
 
     def __call__(self, **call: Any) -> Any:
         cache, config = cache_in(call), text_config(call["config"])
@@ -73,7 +73,7 @@ class StepMaker:
             return self.stock(**call)
         types = call.get(self.types_name or "")
         masks = begin(
-            cache, call["inputs_embeds"], call.get("attention_mask"), types, partial(self._masks, config), self.backend
+            cache, call["inputs_embeds"], call.get("attention_mask"), types, partial(self._masks, config), self.options
         )
         masks[SLIDING].stock_masks = partial(self.stock, **call)
         return masks

@@ -87,16 +87,20 @@ class CausalWindow:
             self._additive[name] = None if bool(allowed.all()) else mask.masked_fill_(~allowed, -torch.inf)
         return self._additive[name]
 
-    def row_mask(self, position: int, positions: Tensor, like: Tensor) -> Tensor:
+    def rows_allowed(self, position: int, positions: Tensor) -> Tensor:
         """Which rows of a buffer the query at ``position`` sees, given the position that each row holds, ``[rows]``.
 
-        Additive, ``[batch or 1, 1, 1, rows]``, in the dtype and on the device of ``like``. Made where ``positions``
-        are, and moved once.
+        Bool, ``[rows]`` or ``[batch, rows]``.
         """
         seen = (positions >= 0) & (positions <= position) & (positions > position - self.window)
         if self.padding is not None:
             shown = torch.nn.functional.pad(self.padding, (0, max(0, position + 1 - self.padding.shape[1])))
             seen = seen & shown.to(positions.device)[:, positions.clamp(0, position)]
+        return seen
+
+    def row_mask(self, position: int, positions: Tensor, like: Tensor) -> Tensor:
+        """The same as an additive mask, ``[batch or 1, 1, 1, rows]``, in the dtype and on the device of ``like``."""
+        seen = self.rows_allowed(position, positions)
         mask = torch.where(seen, 0.0, -torch.inf).to(like.dtype)
         return mask.view(-1, 1, 1, positions.shape[0]).to(like.device)
 
@@ -148,8 +152,8 @@ class ImageWindow(CausalWindow):
         if not self._touched(queries):
             return super().allowed(queries, keys, device)
         stub = torch.empty((self.types.shape[0], queries.size, 0), device=device)
-        last = Span(queries.stop - 1, queries.stop)
-        ranges = Cache(layers=[_Range(queries.start, last, is_sliding=False), _Range(queries.start, keys)])
+        # Both kinds of layer alike: transformers before 5.17 sizes the sliding mask by the global ones.
+        ranges = Cache(layers=[_Range(queries.start, keys, is_sliding=kind) for kind in (False, True)])
         masks = self.maker(
             types=self.types, inputs_embeds=stub, attention_mask=self.padding_mask, **{CACHE_NAME: ranges}
         )
@@ -189,7 +193,7 @@ def global_mask(
         return None
     seen = globals_[0].get_seq_length()
     last = seen + like.shape[1] - 1
-    ranges = Cache(layers=[globals_[0], _Range(seen, Span(last, last + 1))])
+    ranges = Cache(layers=[globals_[0], _Range(seen, Span(last, last + 1), is_sliding=True)])
     masks = maker(types=types, inputs_embeds=like, attention_mask=attention_mask, **{CACHE_NAME: ranges})
     return masks[GLOBAL]
 
@@ -200,7 +204,7 @@ class _Range(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
     # Whether a mask may be left out depends on all layers of a cache: let the others decide.
     is_compileable = True
 
-    def __init__(self, seen: int, keys: Span, *, is_sliding: bool = True) -> None:
+    def __init__(self, seen: int, keys: Span, *, is_sliding: bool) -> None:
         super().__init__()
         self.seen = seen
         self.range = keys

@@ -1,35 +1,23 @@
-"""One forward of the model, seen from its sliding layers.
+"""One forward of the model, seen from its sliding layers: where each writes its new rows, and what its queries see.
 
-Before the text model runs, a hook looks at the call. If swapatch handles it, the call goes on with a :class:`Step` in
-the place of the sliding mask, and each sliding layer finds there where to write and what to attend. If not (training,
-a cache of another kind, attention weights wanted, a ready-made mask), the layers get a mask or None as ever, and run
-their stock code.
+A :class:`Step` travels through the model in the place of the sliding mask.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ._compat import CACHE_NAME, cache_in
-from ._errors import CacheStateError, explain
-from .attention import BACKENDS, Attention
+from .attention import Attention
+from .attention.spyre import Projection
 from .attention.windowed import PREFILL_BLOCK
-from .cache import CompactCache
+from .cache import CompactCache, SlidingLayer
 from .geometry import Span, past_size
-from .masks import CausalWindow, ImageWindow, MaskMaker, Rectangle, global_mask
-from .plan import GLOBAL, SLIDING, text_config
-from .switch import is_disabled
-
-FAST_ATTENTION = ("sdpa", "eager")
-"""Attention implementations that swapatch stands in for; with another one the stock code attends compact rows."""
+from .masks import CausalWindow, Rectangle
 
 
 class Step:
@@ -56,6 +44,36 @@ class Step:
         """Positions of the keys that :meth:`write` returns."""
         return Span(queries.start - past_size(queries.start, window), queries.stop)
 
+    def run(
+        self,
+        project: Projection,
+        layer: Any,
+        hidden: Tensor,
+        position: tuple[Tensor, Tensor],
+        shared: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The attention of one sliding layer, from its input to its output.
+
+        Args:
+            project: makes query, key and value.
+            layer: the attention module.
+            hidden: ``[batch, tokens, hidden]``.
+            position: cosines and sines, ``[batch, tokens, head_dim]`` each.
+            shared: keys and values of the layer whose these are, if they are not its own.
+
+        Returns:
+            ``[batch, tokens, hidden]``, and the keys and values attended, ``[batch, kv_heads, rows, head_dim]``.
+        """
+        query, key, value = project(layer, hidden, *position)
+        if key is None or value is None:
+            assert shared is not None, "a layer without keys of its own shares another's"
+            keys, values = shared
+        else:
+            keys, values = self.write(layer.layer_idx, key, value)
+        out = self.attend(query, keys, values, layer.scaling)
+        # [batch, tokens, heads, head_dim] -> [batch, tokens, hidden]
+        return layer.o_proj(out.reshape(*hidden.shape[:2], -1)), keys, values
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # counters move here, and prompts come in any length
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's new rows, ``[batch, kv_heads, tokens, head_dim]``; return all keys and values to attend."""
@@ -77,12 +95,12 @@ class Step:
         rectangles = self.rectangles(query)
         if len(rectangles) == 1:
             _, seen, mask, causal = rectangles[0]
-            part = self.attention(query, _rows(keys, seen), _rows(values, seen), mask, causal, scale)
+            part = self.attention(query, rows_of(keys, seen), rows_of(values, seen), mask, causal, scale)
             return part.transpose(1, 2)
         batch, heads, tokens, dim = query.shape
         out = query.new_empty((batch, tokens, heads, dim))
         for rows, seen, mask, causal in rectangles:
-            part = self.attention(_rows(query, rows), _rows(keys, seen), _rows(values, seen), mask, causal, scale)
+            part = self.attention(rows_of(query, rows), rows_of(keys, seen), rows_of(values, seen), mask, causal, scale)
             out[:, rows.start : rows.stop] = part.transpose(1, 2)
         return out
 
@@ -134,16 +152,14 @@ class DecodeStep(Step):
         buffer: Any = self.cache.layers[layer]
         buffer.keys.select(2, self.row).copy_(key.select(2, 0))
         buffer.values.select(2, self.row).copy_(value.select(2, 0))
-        return _rows(buffer.keys, self.rows), _rows(buffer.values, self.rows)
+        return rows_of(buffer.keys, self.rows), rows_of(buffer.values, self.rows)
 
     def _make_rectangles(self, like: Tensor) -> list[Rectangle]:
         if not self.whole:
             return super()._make_rectangles(like)
         positions = self.cache.sliding[0].row_positions(self.queries.stop)
-        if self.rows.size == self.rule.window and self.rule.hidden(self.keys) is None:
-            mask = None
-        else:
-            mask = self.rule.row_mask(self.queries.start, positions, like)
+        all_seen = self.rows.size == self.rule.window and self.rule.hidden(self.keys) is None
+        mask = None if all_seen else self.rule.row_mask(self.queries.start, positions, like)
         return [Rectangle(Span(0, 1), Span(0, self.rows.size), mask)]
 
     def commit(self) -> None:
@@ -164,9 +180,12 @@ class FixedStep(DecodeStep):
     def __init__(self, cache: CompactCache, rule: CausalWindow, queries: Span, attention: Attention) -> None:
         super().__init__(cache, rule, queries, attention)
         layer = cache.sliding[0]
-        positions = layer.row_positions(queries.stop)
         self.index = torch.tensor([self.row]).to(layer.keys.device)
-        self.mask = rule.row_mask(queries.start, positions, layer.keys)
+        self.mask = self._make_mask(layer)
+
+    def _make_mask(self, layer: SlidingLayer) -> Tensor:
+        """Which rows the token sees, ``[batch or 1, 1, 1, rows]``, for all layers alike."""
+        return self.rule.row_mask(self.queries.start, layer.row_positions(self.queries.stop), layer.keys)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         buffer: Any = self.cache.layers[layer]
@@ -178,150 +197,6 @@ class FixedStep(DecodeStep):
         return self.attention(query, keys, values, mask, False, scale).transpose(1, 2)
 
 
-def begin_step(cache: CompactCache, batch: int, tokens: int, rule: CausalWindow, attention: Attention) -> Step:
-    """Ready the cache for ``tokens`` new tokens of ``batch`` sequences: check it, and roll the buffers if that is due.
-
-    Raises:
-        CacheStateError: when the cache is half written, or holds another number of sequences.
-    """
-    layers = cache.sliding
-    seen = layers[0].seen
-    if any(layer.seen != seen for layer in layers):
-        raise CacheStateError(
-            explain(
-                f"sliding layers that have seen {sorted({layer.seen for layer in layers})} tokens",
-                "a cache whose layers have all seen the same tokens",
-                "start a new cache: an interrupted forward left this one half written",
-            )
-        )
-    if seen and layers[0].keys.shape[0] != batch:
-        raise CacheStateError(
-            explain(
-                f"{batch} sequences for a cache that holds {layers[0].keys.shape[0]}",
-                "the same batch in every call on one cache",
-                "start a new cache, or use batch_repeat_interleave or batch_select_indices",
-            )
-        )
-    queries = Span(seen, seen + tokens)
-    if tokens > 1 or not seen or isinstance(rule, ImageWindow):
-        return Step(cache, rule, queries, attention)
-    for layer in layers:
-        layer.make_room(1)
-    return (FixedStep if cache.fixed else DecodeStep)(cache, rule, queries, attention)
-
-
-@dataclass
-class StepHook:
-    """The hook before a model's forward: puts a :class:`Step` into the call, and a cache where one is missing.
-
-    It sits on the text model, and on the vision model around it, which makes the masks when there is one.
-
-    Attributes:
-        layout, backend: options of the patch.
-        maker: makes masks as the module would; its first argument is the text config.
-        types_name: the module's argument for token types, where tokens of one image see each other both ways.
-    """
-
-    layout: str
-    backend: str
-    maker: MaskMaker
-    types_name: str | None = None
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # positions are numbers here, and only here
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = _by_name(module, args, kwargs)
-        given = [call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None]
-        if len(given) != 1 or _needs_gradients(module, given[0]):
-            return None
-        config = text_config(module)
-        if isinstance(step := _sliding_mask(call), Step):
-            if step.stock_masks is not None and _wanted(call, config, "output_attentions"):
-                call["attention_mask"] = step.stock_masks()
-            return (), call
-        cache = cache_in(call)
-        if cache is None and _wanted(call, config, "use_cache") and not is_disabled():
-            cache = call[CACHE_NAME] = CompactCache(config, layout=self.layout)
-        if isinstance(cache, CompactCache) and is_fast(call, config):
-            batch, tokens = given[0].shape[:2]
-            like = torch.empty((batch, tokens, 0), dtype=_dtype(module, given[0]), device=given[0].device)
-            types = call.get(self.types_name or "")
-            maker = partial(self.maker, config)
-            masks = begin(cache, like, call.get("attention_mask"), types, maker, self.backend)
-            call["attention_mask"] = masks
-            if call.get("position_ids") is None:
-                # As stock counts them, but here: a compiled forward would take the length for a constant.
-                positions = torch.arange(*masks[SLIDING].queries, device=given[0].device)
-                call["position_ids"] = positions.unsqueeze(0)
-        return (), call
-
-
-def begin(
-    cache: CompactCache, like: Tensor, padding: Tensor | None, types: Tensor | None, maker: MaskMaker, backend: str
-) -> dict[str, Any]:
-    """Begin a step: what goes into a call in the place of its attention mask, by layer type.
-
-    Args:
-        cache: the cache of the call.
-        like: stands for the embeddings, ``[batch, tokens, any]``.
-        padding: the 2D attention mask of the call.
-        types: its token types, where tokens of one image see each other both ways.
-        maker: makes the masks of the call as the model would.
-        backend: who computes the attention.
-    """
-    # The global mask first: it reads how long the cache is, and a failure must leave the cache alone.
-    full = global_mask(maker, cache, like, padding, types)
-    window = cache.plan.window
-    rule = CausalWindow(window, padding) if types is None else ImageWindow(window, padding, maker, types)
-    return {GLOBAL: full, SLIDING: begin_step(cache, like.shape[0], like.shape[1], rule, BACKENDS[backend])}
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def commit_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """The hook after the text model's forward: the step is done, its tokens count."""
-    step = _sliding_mask(kwargs)
-    if not isinstance(step, Step):
-        return
-    step.commit()
-    shared = getattr(output, "shared_kv_states", None)
-    if shared and SLIDING in shared:
-        shared[SLIDING] = step.shared(*shared[SLIDING])
-
-
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    if not args:
-        return dict(kwargs)
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _sliding_mask(call: dict[str, Any]) -> Any:
-    masks = call.get("attention_mask")
-    return masks.get(SLIDING) if isinstance(masks, dict) else masks
-
-
-def _needs_gradients(module: nn.Module, given: Tensor) -> bool:
-    """Whether anybody may want to go backward through this call; then it is all stock's."""
-    if module.training:
-        return True
-    return torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in module.parameters()))
-
-
-def is_fast(call: dict[str, Any], config: Any) -> bool:
-    """Whether our attention stands in for stock's: not for attention weights, ready-made masks, or other kernels."""
-    padding = call.get("attention_mask")
-    flat = padding is None or (isinstance(padding, Tensor) and padding.ndim == 2)
-    return flat and config._attn_implementation in FAST_ATTENTION and not _wanted(call, config, "output_attentions")
-
-
-def _wanted(call: dict[str, Any], config: Any, name: str) -> bool:
-    return bool(getattr(config, name, False) if call.get(name) is None else call[name])
-
-
-def _dtype(module: nn.Module, given: Tensor) -> torch.dtype:
-    if given.is_floating_point():
-        return given.dtype
-    return module.get_input_embeddings().weight.dtype  # type: ignore[operator, no-any-return]
-
-
-def _rows(tensor: Tensor, rows: Span) -> Tensor:
+def rows_of(tensor: Tensor, rows: Span) -> Tensor:
+    """A view of some rows of ``[batch, heads, rows, head_dim]``."""
     return tensor[:, :, rows.start : rows.stop]

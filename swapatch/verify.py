@@ -22,11 +22,11 @@ from .api import patch, status
 from .plan import plan_model, text_config
 from .switch import VARIABLE, disabled, is_disabled
 
-FLOAT32_TOLERANCE = 1e-4
-"""Largest difference of float32 logits that counts as rounding."""
+LEAST_TOLERANCE = 1e-4
+"""Differences of logits up to this always count as rounding."""
 
-LOW_PRECISION_STEPS = 16
-"""The same for shorter floats, in units of their spacing at the largest logit. See :func:`default_tolerance`."""
+ROUNDING_STEPS = {32: 64, 16: 4}
+"""The same relative to the largest logit: so many times the spacing of floats of so many bits."""
 
 JUMP = 8.0
 """A difference begins in the layer that has so many times what came into it."""
@@ -224,16 +224,15 @@ def compare(
 
 
 def default_tolerance(dtype: torch.dtype, largest: float) -> float:
-    """What counts as rounding: 1e-4 for float32; for shorter floats it depends on the size of the largest logit.
+    """What counts as rounding for logits of this type, the largest of which is ``largest``.
 
-    In those it is wide, because every layer rounds, and can hide a small fault: run in float32 to be sure.
+    It is wide for bfloat16 and float16, which round in every layer, and can hide a small fault there.
 
-    >>> default_tolerance(torch.float32, 30.0), default_tolerance(torch.bfloat16, 30.0)
-    (0.0001, 3.75)
+    >>> default_tolerance(torch.float32, 10.0), default_tolerance(torch.bfloat16, 32.0)
+    (0.0001, 1.0)
     """
-    if torch.finfo(dtype).bits >= 32:
-        return FLOAT32_TOLERANCE
-    return LOW_PRECISION_STEPS * torch.finfo(dtype).eps * largest
+    steps = ROUNDING_STEPS[min(32, torch.finfo(dtype).bits)]
+    return max(LEAST_TOLERANCE, steps * torch.finfo(dtype).eps * largest)
 
 
 # -- comparing --

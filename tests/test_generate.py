@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from swapatch.step import Step
 
 LAYOUTS = ("anchored",)
 WINDOWS = (8, 65)
-PROMPT = 100  # past both windows, but less than a buffer holds: rows are given up while tokens are generated
-NEW = 40
+PROMPT = 116  # past both windows, but less than a buffer holds: rows are given up while tokens are generated
+NEW = 24
 SOME = [BY_NAME[n] for n in ("gemma3_text", "gemma4_ple_shared", "gemma4_vision", "gemma4_unified") if n in BY_NAME]
 """One family of each kind, for modes that hardly depend on the family."""
 GEMMA4 = [family for family in FAMILIES if family.name.startswith("gemma4") and "unified" not in family.name]
@@ -106,10 +107,10 @@ def generate(model: Model, tokens: int, **options: Any) -> Any:
     return model.generate(**settings | options)
 
 
-def prompt(family: Family, model: Model, *lengths: int, seed: int = 0) -> dict[str, Tensor]:
-    """A left-padded batch; models that take images get two each in the long rows, one of them at the end."""
-    images = [[(20, 5), (length - 8, 8)] if length > 50 else [] for length in lengths]
-    return family.inputs(model, lengths or (PROMPT,), seed, images=images if family.vision and lengths else None)
+def prompt(family: Family, model: Model, *lengths: int) -> dict[str, Tensor]:
+    """A left-padded batch; models that take images get two in each long row, the last one near its end."""
+    images = [[(20, 5), (length - 7, 5)] if length > 50 else [] for length in lengths]
+    return family.inputs(model, lengths, images=images if family.vision else None)
 
 
 def assert_same(got: Any, want: Any) -> None:
@@ -178,6 +179,7 @@ class Mode:
     inputs: Callable[[Family, Model], dict[str, Any]]
     options: dict[str, Any]
     main: bool = False  # run with every family, and with both windows
+    tokens: int = NEW
     text_only: bool = False  # stock refuses it for models that take images
     recorded: int = 0  # tokens at most that the cache remembers beyond the window, to take them back
 
@@ -188,14 +190,14 @@ class Mode:
         families = FAMILIES if self.main else SOME
         return [family for family in families if not (self.text_only and family.vision)]
 
-    def call(self, family: Family, model: Model, tokens: int = NEW) -> Any:
+    def call(self, family: Family, model: Model, tokens: int = 0) -> Any:
         options = self.inputs(family, model) | self.options
-        return generate(model, tokens, **options)
+        return generate(model, tokens or self.tokens, **options)
 
 
 BEAMS = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True}
 MODES = [
-    Mode("greedy", _padded, {"output_scores": True}, main=True),
+    Mode("greedy", _padded, {"output_scores": True}, main=True, tokens=80),
     Mode("sampling", _padded, {"do_sample": True, "num_return_sequences": 3, "top_k": 20}, main=True),
     Mode("beams", _padded, BEAMS, main=True),
     Mode("sampled beams", _single, {**BEAMS, "do_sample": True}),
@@ -227,15 +229,19 @@ def test_mode(family: Family, window: int, mode: Mode, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [pytest.param(family, mode, id=f"{mode}-{family}") for mode in MODES for family in mode.families() if family in SOME],
+    [
+        pytest.param(family, mode, id=f"{mode}-{family}")
+        for mode in MODES
+        for family in mode.families()
+        if family in SOME
+    ],
 )
 def test_mode_notices_a_wrong_window(family: Family, mode: Mode) -> None:
     """The comparison above can fail, for every mode: a window that is one off gives another output."""
     model = family.build(8)
-    want = mode.call(family, model, 8)
-    assert_same(mode.call(family, family.with_window(model, 8), 8), want)
+    want = mode.call(family, model, 4)
     for window in (7, 9):
-        got = mode.call(family, family.with_window(model, window), 8)
+        got = mode.call(family, family.with_window(model, window), 4)
         with pytest.raises(AssertionError):
             assert_same(got, want)
 
@@ -314,7 +320,7 @@ def test_streamers(family: Family, options: dict[str, Any], layout: str) -> None
     assert_same(got.output, want.output)
     assert_compact(got, want, model, layout, recorded=64 if "prompt_lookup_num_tokens" in options else 0)
     assert mine.parts == theirs.parts
-    assert sum(mine.parts, []) == got.output.sequences[0].tolist()
+    assert [token for part in mine.parts for token in part] == got.output.sequences[0].tolist()
     assert mine.ends == theirs.ends == 1
 
 
@@ -358,25 +364,34 @@ def assisted(model: Model, assistant: Model, tokens: int, inputs: dict[str, Any]
     return generate(model, tokens, **inputs, assistant_model=assistant, **options)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("tokens", (1, 20, 66))
-@some_families
+OWN = [(family, window, tokens, 2 * NEW) for family in SOME for window in WINDOWS for tokens in (1, 20)]
+OWN += [(SOME[0], window, 66, 150) for window in WINDOWS]
+
+
+@pytest.mark.parametrize(("family", "window", "tokens", "new"), OWN, ids=str)
 def test_own_assistant(
-    family: Family, window: int, tokens: int, layout: str, made: list[swapatch.CompactCache]
+    family: Family, window: int, tokens: int, new: int, layout: str, made: list[swapatch.CompactCache]
 ) -> None:
     """Every draft is right, so bursts of it are kept: past the window, and over the end of the buffers."""
     model = draft(family.build(window), tokens)
     inputs = prompt(family, model, PROMPT)
-    want = generate(model, 2 * NEW, **inputs)
-    got = run(model, layout, lambda model: assisted(model, model, 2 * NEW, inputs))
+    want = generate(model, new, **inputs)
+    got = run(model, layout, lambda model: assisted(model, model, new, inputs))
     assert_same(got.output, want)
     assert isinstance(cache_of(got.output), swapatch.CompactCache)
     assert len(made) == 2
     assert got.stock == 0
 
 
-@pytest.mark.parametrize("who", ("target", "assistant", "both"))
-@pytest.mark.parametrize(("helper", "tokens"), ((relative, 5), (stranger, 2)))
+ASSISTANTS = [(family, relative, 5, "both") for family in FAMILIES]
+ASSISTANTS += [(family, relative, 5, who) for family in SOME for who in ("target", "assistant")]
+ASSISTANTS += [(family, stranger, 2, "both") for family in SOME]
+
+
+@pytest.mark.parametrize(
+    ("family", "helper", "tokens", "who"),
+    [pytest.param(*case, id=f"{case[0]}-{case[1].__name__}-{case[3]}") for case in ASSISTANTS],
+)
 def test_assistant(
     family: Family,
     helper: Callable[[Family, Model], Model],
@@ -386,8 +401,6 @@ def test_assistant(
     made: list[swapatch.CompactCache],
 ) -> None:
     """Some or all of a draft is taken back in each round, on either side of the roll. Equals greedy without drafts."""
-    if helper is stranger and (family not in SOME or who != "both"):
-        pytest.skip("a few families are enough")
     model = family.build(8)
     assistant = draft(helper(family, model), tokens)
     inputs = prompt(family, model, PROMPT)
@@ -455,27 +468,28 @@ def test_drafter_that_reads_shared_states(family: Family, layout: str) -> None:
 
 
 def shared_state_drafter(target: Model) -> Model:
-    config = text_config(target)
+    attentions = [layer.self_attn for layer in text_model(target).layers]
+    near, far = (next(x for x in attentions if x.is_sliding == sliding) for sliding in (True, False))
     text = transformers.Gemma4TextConfig(
         layer_types=[SLIDING, FULL],
         num_hidden_layers=2,
         num_kv_shared_layers=2,
-        vocab_size=config.vocab_size,
+        vocab_size=NO_END,
         vocab_size_per_layer_input=0,
         hidden_size_per_layer_input=0,
         hidden_size=32,
         intermediate_size=48,
         num_attention_heads=4,
-        num_key_value_heads=config.num_key_value_heads,
-        num_global_key_value_heads=config.num_global_key_value_heads,
-        attention_k_eq_v=config.attention_k_eq_v,
-        head_dim=16,
-        global_head_dim=32,
-        sliding_window=config.sliding_window,
+        num_key_value_heads=near.k_proj.out_features // near.head_dim,
+        num_global_key_value_heads=far.k_proj.out_features // far.head_dim,
+        attention_k_eq_v=True,  # so that the number above counts
+        head_dim=near.head_dim,
+        global_head_dim=far.head_dim,
+        sliding_window=text_config(target).sliding_window,
         pad_token_id=PAD,
     )
     torch.manual_seed(3)
-    whole = transformers.Gemma4AssistantConfig(text_config=text, backbone_hidden_size=config.hidden_size)
+    whole = transformers.Gemma4AssistantConfig(text_config=text, backbone_hidden_size=text_config(target).hidden_size)
     return transformers.Gemma4AssistantForCausalLM(whole).eval()
 
 
@@ -499,9 +513,10 @@ def test_one_step_is_undone_at_the_end(family: Family, layout: str, monkeypatch:
     if not hasattr(generation_utils, "DeferredStopCheck"):
         pytest.skip("this transformers does not defer")
     monkeypatch.setattr(generation_utils.DeferredStopCheck, "is_supported", staticmethod(lambda *args, **kwargs: True))
+    monkeypatch.setattr(torch, "Event", lambda **options: Mock())  # a CPU has none, and nothing to wait for
     model = family.build(8)
     inputs = prompt(family, model, PROMPT)
-    end = generate(model, NEW, **inputs).sequences[0, PROMPT + 32].item()
+    end = generate(model, NEW, **inputs).sequences[0, PROMPT + 16].item()
     want = run(model, None, lambda model: generate(model, NEW, **inputs, eos_token_id=end))
     got = run(model, layout, lambda model: generate(model, NEW, **inputs, eos_token_id=end))
     assert_same(got.output, want.output)
@@ -517,7 +532,7 @@ def test_one_step_is_undone_at_the_end(family: Family, layout: str, monkeypatch:
 
 
 def turns(family: Family, model: Model, lengths: tuple[int, ...], **second: Any) -> list[Any]:
-    """A prompt; then all ids so far and new ones; then only the ids that the cache does not know, with the whole mask."""
+    """A prompt; then all ids so far and new ones; then only ids that the cache has not seen, with the whole mask."""
     inputs = family.inputs(model, lengths)
     outputs = [generate(model, 20, **inputs)]
     cache = cache_of(outputs[0])
@@ -605,20 +620,21 @@ def test_static_cache(family: Family, options: dict[str, Any], layout: str) -> N
 @pytest.mark.parametrize("helper", ("itself", "prompt lookup"))
 @some_families
 def test_static_cache_and_drafts(family: Family, helper: str, layout: str) -> None:
-    """Stock refuses it, past the window, or does it; ours may do it, and then gives the same tokens."""
+    """Stock refuses it past the window; who does it gives the same tokens."""
     model = draft(family.build(8), 3)
-    inputs = prompt(family, model, PROMPT)
+    # Room for drafts beyond the last token: stock's static layers fail at the end otherwise, whatever the window.
+    inputs = {**prompt(family, model, PROMPT), "max_cache_len": 400}
     options = {"assistant_model": model} if helper == "itself" else {"prompt_lookup_num_tokens": 4}
-    greedy = generate(model, NEW, **inputs)
-    got = outcome(model, layout, lambda model: generate(model, NEW, **inputs, **STATIC, **options))
+    greedy = generate(model, NEW, **inputs, **STATIC)
     want = outcome(model, None, lambda model: generate(model, NEW, **inputs, **STATIC, **options))
+    got = outcome(model, layout, lambda model: generate(model, NEW, **inputs, **STATIC, **options))
     if isinstance(got, Exception):
         assert type(got) is type(want)
     else:
         assert_same(got.output, greedy)
 
 
-@pytest.mark.parametrize("name", ("gemma3_text", "gemma4_ple_shared", "gemma4_vision"))
+@pytest.mark.parametrize("name", ("gemma3_text", "gemma4_ple_shared"))
 def test_static_cache_compiled(name: str, layout: str) -> None:
     """The slow one: traced for real, without generating machine code, on a CPU too."""
     if name not in BY_NAME:
@@ -718,7 +734,8 @@ def test_a_compact_cache_that_is_passed(family: Family, used: str, fixed: int | 
     """Made by hand it is used as any other, by a model that is not patched too."""
     model = family.build(8)
     inputs = prompt(family, model, PROMPT, 3)
-    want = run(model, None, lambda model: generate(model, NEW, **inputs))
+    # An encoder-free model attends images otherwise when its masks are made ahead, as they are for a static cache.
+    want = run(model, None, lambda model: generate(model, NEW, **inputs, **(STATIC if fixed else {})))
     cache = swapatch.CompactCache(model, max_cache_len=fixed, layout=layout)
     call = {**inputs, cache_key(model): cache}
     got = run(model, layout if used == "patched" else None, lambda model: generate(model, NEW, **call))
@@ -755,27 +772,28 @@ def test_gradients(family: Family, layout: str, made: list[swapatch.CompactCache
     assert (seen, made) == ([False], [])
 
 
-@some_families
-def test_generate_batch(family: Family, layout: str, made: list[swapatch.CompactCache]) -> None:
-    """Continuous batching keeps pages of its own."""
-    model = family.build(8)
+@pytest.mark.parametrize("name", ("gemma3_text", "gemma3_vision", "gemma4_ple_shared"))
+def test_generate_batch(name: str, layout: str, made: list[swapatch.CompactCache]) -> None:
+    """Continuous batching keeps pages of its own. Stock gives nothing for Gemma 4: its heads differ between layers."""
+    model = BY_NAME[name].build(8)
     prompts = [named_ids(model, 1, length, seed=length)[0].tolist() for length in (PROMPT, 7)]
     # Without a size the pages take most of the memory there is.
     pages = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=32, max_batch_tokens=64)
     settings = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=NO_END, pad_token_id=PAD)
 
     def call(model: Model) -> dict[str, Any]:
-        done = model.generate_batch(
-            prompts, generation_config=settings, continuous_batching_config=pages, warmup=False
-        )
-        return {name: torch.tensor(request.generated_tokens) for name, request in done.items()}
+        done = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=pages, warmup=False)
+        return {name: torch.tensor(request.generated_tokens) for name, request in done.items() if not request.error}
 
     want = outcome(model, None, call)
     got = outcome(model, layout, call)
-    if assert_same_outcome(got, want):
-        assert got.compact == 0 < got.stock
-        alone = [generate(model, 20, input_ids=torch.tensor([one])).sequences[0, len(one) :] for one in prompts]
-        assert all(torch.equal(a, b) for a, b in zip(alone, got.output.values(), strict=True))
+    if assert_same_outcome(got, want) and want.output:
+        assert (got.compact, got.stock) == (0, want.stock)
+        assert len(want.output) == 2
+        for one, tokens in zip(prompts, got.output.values(), strict=True):
+            alone = generate(model, 20, input_ids=torch.tensor([one])).sequences[0, len(one) :]
+            assert torch.equal(tokens, alone)
+    assert bool(want.output) == name.startswith("gemma3")
     assert not made
 
 
@@ -805,12 +823,13 @@ def additive(mask: Any) -> Any:
 
 @pytest.mark.parametrize("convert", (lambda mask: mask, additive), ids=("bool", "additive"))
 @pytest.mark.parametrize("kind", ("one for both", "one for each"))
+@some_families
 def test_ready_made_masks(family: Family, kind: str, convert: Callable[[Any], Any], layout: str) -> None:
     """They reach the layers as they are, over a prompt, several tokens and single ones."""
     model = family.build(8)
-    ids = named_ids(model, 1, PROMPT + 45)
+    ids = named_ids(model, 1, PROMPT + 15)
     # One mask for both can only fit where both kinds of layer have the same keys: within the window, or in a prefill.
-    sizes = [PROMPT] if kind == "one for both" else [PROMPT, 5, *[1] * 40]
+    sizes = [PROMPT] if kind == "one for both" else [PROMPT, 5, *[1] * 10]
 
     @torch.no_grad()
     def call(model: Model) -> Any:

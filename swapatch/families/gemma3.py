@@ -28,24 +28,23 @@ def forward(
     Returns:
         ``[batch, tokens, hidden]``, and None in the place of attention weights.
     """
-    step = attention_mask
-    if not isinstance(step, Step):
+    if not isinstance(attention_mask, Step):
         stock: tuple[Tensor, Tensor | None] = type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, *args, **kwargs
         )
         return stock
-    batch, tokens = hidden_states.shape[:2]
-    heads = (batch, tokens, -1, self.head_dim)
-    # [batch, tokens, heads * head_dim] -> [batch, heads, tokens, head_dim]
-    query = self.q_norm(self.q_proj(hidden_states).view(heads).transpose(1, 2))
-    key = self.k_norm(self.k_proj(hidden_states).view(heads).transpose(1, 2))
-    value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-    query, key = modeling.apply_rotary_pos_emb(query, key, *position_embeddings)
+    return attention_mask.run(project, self, hidden_states, position_embeddings)[0], None
 
-    keys, values = step.write(self.layer_idx, key, value)
-    out = step.attend(query, keys, values, self.scaling)
-    # [batch, tokens, heads, head_dim] -> [batch, tokens, hidden]
-    return self.o_proj(out.reshape(batch, tokens, -1)), None
+
+def project(attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, ``[batch, heads, tokens, head_dim]`` each, of new tokens, ``[batch, tokens, hidden]``."""
+    heads = (*hidden.shape[:2], -1, attention.head_dim)
+    # [batch, tokens, heads * head_dim] -> [batch, heads, tokens, head_dim]
+    query = attention.q_norm(attention.q_proj(hidden).view(heads).transpose(1, 2))
+    key = attention.k_norm(attention.k_proj(hidden).view(heads).transpose(1, 2))
+    value = attention.v_proj(hidden).view(heads).transpose(1, 2)
+    query, key = modeling.apply_rotary_pos_emb(query, key, cos, sin)
+    return query, key, value
 
 
 def masks(config: Any, types: Tensor | None, **call: Any) -> dict[str, Tensor | None]:

@@ -32,30 +32,33 @@ def forward(
     Returns:
         ``[batch, tokens, hidden]``, and None in the place of attention weights.
     """
-    step = attention_mask
-    if not isinstance(step, Step):
+    if not isinstance(attention_mask, Step):
         stock: tuple[Tensor, Tensor | None] = type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, shared_kv_states, *args, **kwargs
         )
         return stock
-    batch, tokens = hidden_states.shape[:2]
-    heads = (batch, tokens, -1, self.head_dim)
-    # [batch, tokens, heads * head_dim] -> [batch, heads, tokens, head_dim]
-    query = self.q_norm(self.q_proj(hidden_states).view(heads))
-    query = modeling.apply_rotary_pos_emb(query, *position_embeddings, unsqueeze_dim=2).transpose(1, 2)
-    if self.is_kv_shared_layer:
-        keys, values = shared_kv_states[self.layer_type]
-    else:
-        key = self.k_norm(self.k_proj(hidden_states).view(heads))
-        key = modeling.apply_rotary_pos_emb(key, *position_embeddings, unsqueeze_dim=2).transpose(1, 2)
-        value = self.v_norm(self.v_proj(hidden_states).view(heads)).transpose(1, 2)
-        keys, values = step.write(self.layer_idx, key, value)
-        if self.store_full_length_kv:
-            shared_kv_states[self.layer_type] = keys, values
+    shared = shared_kv_states[self.layer_type] if self.is_kv_shared_layer else None
+    out, keys, values = attention_mask.run(project, self, hidden_states, position_embeddings, shared)
+    if self.store_full_length_kv:
+        shared_kv_states[self.layer_type] = keys, values
+    return out, None
 
-    out = step.attend(query, keys, values, self.scaling)
-    # [batch, tokens, heads, head_dim] -> [batch, tokens, hidden]
-    return self.o_proj(out.reshape(batch, tokens, -1)), None
+
+def project(attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Query, key and value, ``[batch, heads, tokens, head_dim]`` each, of new tokens, ``[batch, tokens, hidden]``.
+
+    A layer that shares another's keys and values has a query only.
+    """
+    heads = (*hidden.shape[:2], -1, attention.head_dim)
+    # [batch, tokens, heads * head_dim] -> [batch, heads, tokens, head_dim]
+    query = attention.q_norm(attention.q_proj(hidden).view(heads))
+    query = modeling.apply_rotary_pos_emb(query, cos, sin, unsqueeze_dim=2).transpose(1, 2)
+    if attention.is_kv_shared_layer:
+        return query, None, None
+    key = attention.k_norm(attention.k_proj(hidden).view(heads))
+    key = modeling.apply_rotary_pos_emb(key, cos, sin, unsqueeze_dim=2).transpose(1, 2)
+    value = attention.v_norm(attention.v_proj(hidden).view(heads)).transpose(1, 2)
+    return query, key, value
 
 
 def masks(config: Any, types: Tensor | None, **call: Any) -> dict[str, Tensor | None]:

@@ -366,8 +366,9 @@ def _teach_inductor() -> None:
     from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides
     from torch._inductor.fx_passes.joint_graph import lazy_init
 
-    from .inductor import SourceInKey, SpyreScheduling, SpyreWrapper
+    from .inductor import SourceInKey, SpyreScheduling, SpyreWrapper, schedule_like_the_cpu
 
+    schedule_like_the_cpu()
     register_interface_for_device("spyre", type("SpyreInterface", (CpuInterface,), {}))
     register_device_op_overrides("spyre", CpuDeviceOpOverrides())
     register_backend_for_device("spyre", SpyreScheduling, SpyreWrapper, device_custom_pass=SourceInKey())

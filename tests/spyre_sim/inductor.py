@@ -10,12 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import ir, scheduler
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.custom_graph_pass import CustomGraphModulePass
 from torch._inductor.virtualized import V
 
 CPU = torch.device("cpu")
+LIKE_CPU = ("cpu", "spyre")
+
+
+def schedule_like_the_cpu() -> None:
+    """Loops are fused and reordered in ways that the C++ generator does not know, unless they are for the CPU."""
+
+    def is_cpu_node(self: scheduler.BaseSchedulerNode) -> bool:
+        device = self.get_device()
+        return device is not None and device.type in LIKE_CPU
+
+    scheduler.BaseSchedulerNode.is_cpu = is_cpu_node
+    ir.is_cpu = lambda x: ir.get_device_type(x) in LIKE_CPU
 
 
 class SpyreScheduling(CppScheduling):

@@ -1,0 +1,205 @@
+"""The hooks around the text model's forward, where a step begins and ends.
+
+Before the text model runs, a hook looks at the call. If swapatch handles it, the call goes on with a
+:class:`~swapatch.step.Step` in the place of the sliding mask. If not (training, a cache of another kind, attention
+weights wanted, a ready-made mask), the layers get a mask or None as ever, and run their stock code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._compat import CACHE_NAME, cache_in
+from ._errors import CacheStateError, explain
+from .attention import BACKENDS, choose, spyre
+from .cache import CompactCache
+from .geometry import Span
+from .masks import CausalWindow, ImageWindow, MaskMaker, global_mask
+from .plan import GLOBAL, SLIDING, text_config
+from .spyre_step import SpyreDecode, SpyrePrefill
+from .step import DecodeStep, FixedStep, Step
+from .switch import is_disabled
+
+FAST_ATTENTION = ("sdpa", "eager")
+"""Attention implementations that swapatch stands in for; with another one the stock code attends compact rows."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is patched.
+
+    Attributes:
+        layout: how the sliding buffers are laid out.
+        backend: who computes the attention.
+        causal: whether no token ever sees a later one; else tokens of one image see each other both ways.
+    """
+
+    layout: str
+    backend: str
+    causal: bool
+
+
+@dataclass
+class StepHook:
+    """The hook before a model's forward: puts a :class:`Step` into the call, and a cache where one is missing.
+
+    It sits on the text model, and on the vision model around it, which makes the masks when there is one.
+
+    Attributes:
+        options: of the patch.
+        maker: makes masks as the module would; its first argument is the text config.
+        types_name: the module's argument for token types, where tokens of one image see each other both ways.
+    """
+
+    options: Options
+    maker: MaskMaker
+    types_name: str | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # positions are numbers here, and only here
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = _by_name(module, args, kwargs)
+        given = [call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None]
+        if len(given) != 1 or _needs_gradients(module, given[0]):
+            return None
+        config = text_config(module)
+        if isinstance(step := _sliding_mask(call), Step):
+            if step.stock_masks is not None and _wanted(call, config, "output_attentions"):
+                call["attention_mask"] = step.stock_masks()
+            return (), call
+        cache = cache_in(call)
+        if cache is None and _wanted(call, config, "use_cache") and not is_disabled():
+            cache = call[CACHE_NAME] = CompactCache(config, layout=self.options.layout)
+        if isinstance(cache, CompactCache) and is_fast(call, config):
+            batch, tokens = given[0].shape[:2]
+            like = torch.empty((batch, tokens, 0), dtype=_dtype(module, given[0]), device=given[0].device)
+            types = call.get(self.types_name or "")
+            maker = partial(self.maker, config)
+            masks = begin(cache, like, call.get("attention_mask"), types, maker, self.options)
+            call["attention_mask"] = masks
+            if call.get("position_ids") is None:
+                # As stock counts them, but here: a compiled forward would take the length for a constant.
+                positions = torch.arange(*masks[SLIDING].queries, device=given[0].device)
+                call["position_ids"] = positions.unsqueeze(0)
+        return (), call
+
+
+def begin(
+    cache: CompactCache, like: Tensor, padding: Tensor | None, types: Tensor | None, maker: MaskMaker, options: Options
+) -> dict[str, Any]:
+    """Begin a step: what goes into a call in the place of its attention mask, by layer type.
+
+    Args:
+        cache: the cache of the call.
+        like: stands for the embeddings, ``[batch, tokens, any]``.
+        padding: the 2D attention mask of the call.
+        types: its token types, where tokens of one image see each other both ways.
+        maker: makes the masks of the call as the model would.
+        options: of the patch.
+
+    Raises:
+        CacheStateError: when the cache is half written, or holds another number of sequences.
+        SpyreContractError: when the Spyre operator cannot be used.
+    """
+    batch, tokens = like.shape[:2]
+    backend = choose(options.backend, like.device)
+    _check_cache(cache, batch)
+    if backend == "spyre":
+        spyre.operator()
+        spyre.check_dtype(like.dtype)
+    # The global mask first: it reads how long the cache is, and a failure must leave the cache alone.
+    full = global_mask(maker, cache, like, padding, types)
+    if backend == "spyre":  # masks are made on the CPU
+        padding, types = (None if given is None else given.cpu() for given in (padding, types))
+    window, seen = cache.plan.window, cache.sliding[0].seen
+    rule = CausalWindow(window, padding) if types is None else ImageWindow(window, padding, maker, types)
+    queries = Span(seen, seen + tokens)
+    attention = BACKENDS.get(backend, BACKENDS["windowed"])
+    many = tokens > 1 or not seen or types is not None
+    if not many:
+        for layer in cache.sliding:
+            layer.make_room(1)
+    step: Step
+    if many and backend == "spyre":
+        step = SpyrePrefill(cache, rule, queries, attention, batch=batch, dtype=like.dtype, causal=options.causal)
+    elif many:
+        step = Step(cache, rule, queries, attention)
+    elif backend == "spyre":
+        step = SpyreDecode(cache, rule, queries, attention)
+    else:
+        step = (FixedStep if cache.fixed else DecodeStep)(cache, rule, queries, attention)
+    return {GLOBAL: full, SLIDING: step}
+
+
+def _check_cache(cache: CompactCache, batch: int) -> None:
+    layers = cache.sliding
+    lengths = sorted({layer.seen for layer in layers})
+    if len(lengths) > 1:
+        raise CacheStateError(
+            explain(
+                f"sliding layers that have seen {lengths} tokens",
+                "a cache whose layers have all seen the same tokens",
+                "start a new cache: an interrupted forward left this one half written",
+            )
+        )
+    if lengths[0] and layers[0].keys.shape[0] != batch:
+        raise CacheStateError(
+            explain(
+                f"{batch} sequences for a cache that holds {layers[0].keys.shape[0]}",
+                "the same batch in every call on one cache",
+                "start a new cache, or use batch_repeat_interleave or batch_select_indices",
+            )
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def commit_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """The hook after the text model's forward: the step is done, its tokens count."""
+    step = _sliding_mask(kwargs)
+    if not isinstance(step, Step):
+        return
+    step.commit()
+    shared = getattr(output, "shared_kv_states", None)
+    if shared and SLIDING in shared:
+        shared[SLIDING] = step.shared(*shared[SLIDING])
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if not args:
+        return dict(kwargs)
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _sliding_mask(call: dict[str, Any]) -> Any:
+    masks = call.get("attention_mask")
+    return masks.get(SLIDING) if isinstance(masks, dict) else masks
+
+
+def _needs_gradients(module: nn.Module, given: Tensor) -> bool:
+    """Whether anybody may want to go backward through this call; then it is all stock's."""
+    if module.training:
+        return True
+    return torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in module.parameters()))
+
+
+def is_fast(call: dict[str, Any], config: Any) -> bool:
+    """Whether our attention stands in for stock's: not for attention weights, ready-made masks, or other kernels."""
+    padding = call.get("attention_mask")
+    flat = padding is None or (isinstance(padding, Tensor) and padding.ndim == 2)
+    return flat and config._attn_implementation in FAST_ATTENTION and not _wanted(call, config, "output_attentions")
+
+
+def _wanted(call: dict[str, Any], config: Any, name: str) -> bool:
+    return bool(getattr(config, name, False) if call.get(name) is None else call[name])
+
+
+def _dtype(module: nn.Module, given: Tensor) -> torch.dtype:
+    if given.is_floating_point():
+        return given.dtype
+    return module.get_input_embeddings().weight.dtype  # type: ignore[operator, no-any-return]

@@ -1,0 +1,338 @@
+"""A patched model against itself unpatched: nothing is found where there is nothing, and planted faults are."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from compare import TOL, assert_unchanged, greedy, snapshot, teacher_forced
+from torch import Tensor, nn
+from zoo import BY_NAME, FAMILIES, Family, Model, named_ids, text_config, text_model
+
+import swapatch
+from swapatch._compat import CACHE_NAME
+from swapatch.switch import is_disabled
+from swapatch.verify import Place, Verdict, compare
+
+WINDOW, PROMPT, NEW = 8, 30, 5
+TEXT = [family for family in FAMILIES if not family.vision]
+
+
+def layer_kinds(model: Model) -> list[str]:
+    return [kind.split("_")[0] for kind in text_config(model).layer_types]
+
+
+def sliding_layers(model: Model) -> list[int]:
+    """Those with keys and values of their own."""
+    own = len(layer_kinds(model)) - (getattr(text_config(model), "num_kv_shared_layers", 0) or 0)
+    return [index for index, kind in enumerate(layer_kinds(model)) if kind == "sliding" and index < own]
+
+
+def attention(model: Model, layer: int) -> Any:
+    return text_model(model).layers[layer].self_attn
+
+
+@contextmanager
+def fault(model: Model, layer: int, change: Callable[[Tensor, int], Tensor | None]) -> Iterator[None]:
+    """A fault of the patched side alone: `change(output, position of its first token)` of a layer's attention."""
+    seen = 0
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        nonlocal seen
+        if is_disabled():
+            seen = 0
+            return None
+        states = output[0]
+        seen = 0 if states.shape[1] > 1 else seen
+        changed = change(states, seen)
+        seen += states.shape[1]
+        return None if changed is None else (changed, *output[1:])
+
+    handle = attention(model, layer).register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def from_position(first: int, factor: float = 1.3) -> Callable[[Tensor, int], Tensor | None]:
+    """A change of all positions from `first` on."""
+
+    def change(states: Tensor, start: int) -> Tensor | None:
+        positions = torch.arange(start, start + states.shape[1])
+        return torch.where((positions >= first)[:, None], factor * states, states)
+
+    return change
+
+
+@contextmanager
+def wrong_window(model: Model, layer: int, window: int) -> Iterator[None]:
+    """One layer of a patched model attends another window, in the prompt."""
+    attn = attention(model, layer)
+    ours = attn.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_disabled():
+            return ours(*args, **kwargs)
+        tokens = torch.arange(kwargs["position_embeddings"][0].shape[1])
+        distance = tokens[:, None] - tokens
+        seen = (distance >= 0) & (distance < window)
+        wrong = {"attention_mask": torch.where(seen, 0.0, -torch.inf)[None, None]}
+        return type(attn).forward(attn, *args, **kwargs | wrong | {CACHE_NAME: None})
+
+    attn.forward = forward
+    try:
+        yield
+    finally:
+        attn.forward = ours
+
+
+# -- nothing to find --
+
+
+def test_same_on_every_family(family: Family) -> None:
+    """And the model is afterwards as it was."""
+    model = family.build(WINDOW)
+    inputs = family.inputs(model, [PROMPT, PROMPT - 9])
+    snap = snapshot(model)
+    verdict = compare(model, **inputs, max_new_tokens=NEW)
+    assert verdict.same
+    assert (verdict.first, verdict.token, verdict.origin, verdict.layers, verdict.notes) == (None, None, None, (), ())
+    assert verdict.differences.shape == (2, PROMPT + NEW - 1)
+    assert 0 <= verdict.worst.difference <= verdict.tolerance == TOL
+    assert torch.equal(verdict.tokens, greedy(model, inputs["input_ids"], NEW, **_mask(inputs)).tokens)
+    assert_unchanged(model, snap)
+
+
+def _mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"attention_mask": inputs["attention_mask"]}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.vision], ids=str)
+def test_same_with_images(family: Family) -> None:
+    model = family.build(WINDOW)
+    size = getattr(model.config, "mm_tokens_per_image", 6)
+    inputs = family.inputs(model, [PROMPT], images=[[(5, size)]], pixels=True)
+    assert compare(model, **inputs, max_new_tokens=2).same
+
+
+@pytest.mark.parametrize("layout", ("anchored", "ring"))
+def test_same_with_every_option(layout: str) -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    ids = named_ids(model, 1, 100)
+    assert compare(model, ids, max_new_tokens=70, layout=layout, backend="reference").same
+
+
+def test_a_patched_model_stays_patched() -> None:
+    model = BY_NAME["gemma4_text"].build(WINDOW)
+    ids = named_ids(model, 1, PROMPT)
+    with swapatch.patch(model, layout="ring") as handle:
+        assert compare(model, ids, max_new_tokens=2).same
+        assert handle.active
+        with pytest.raises(swapatch.AlreadyPatchedError):
+            compare(model, ids, layout="anchored")
+
+
+def test_bfloat16_has_a_wide_tolerance_and_says_so() -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW, dtype=torch.bfloat16)
+    verdict = compare(model, named_ids(model, 1, PROMPT), max_new_tokens=NEW)
+    assert verdict.same
+    assert verdict.tolerance > 100 * TOL
+    assert "float32 tells more" in verdict.notes[0]
+
+
+def test_a_short_prompt_tells_little_and_says_so() -> None:
+    model = BY_NAME["gemma3_text"].build(64)
+    assert "past the window of 64" in compare(model, named_ids(model, 1, 60), max_new_tokens=5).notes[0]
+    assert not compare(model, named_ids(model, 1, 60), max_new_tokens=6).notes
+
+
+# -- planted faults --
+
+
+@pytest.mark.parametrize("family", TEXT, ids=str)
+@pytest.mark.parametrize("window", (WINDOW - 1, WINDOW + 1))
+def test_a_window_off_by_one_is_found(family: Family, window: int) -> None:
+    """In each sliding layer: its number, and the first position whose window is wrong."""
+    model = family.build(WINDOW)
+    ids = named_ids(model, 1, PROMPT)
+    first = min(window, WINDOW)
+    with swapatch.patch(model):
+        for layer in sliding_layers(model):
+            with wrong_window(model, layer, window):
+                verdict = compare(model, ids, max_new_tokens=1)
+            assert not verdict.same
+            assert verdict.first.position == first
+            assert (verdict.origin.index, verdict.origin.kind, verdict.origin.position) == (layer, "sliding", first)
+        assert compare(model, ids, max_new_tokens=1).same
+
+
+def test_a_fault_in_a_step_is_found(family: Family) -> None:
+    """In every layer, whatever its kind: the prompt and the first steps are right, a later one is not."""
+    model = family.build(WINDOW)
+    ids = named_ids(model, 1, PROMPT)
+    shared = getattr(text_config(model), "num_kv_shared_layers", 0) or 0
+    with swapatch.patch(model):
+        for layer, kind in enumerate(layer_kinds(model)):
+            with fault(model, layer, from_position(PROMPT + 2)):
+                verdict = compare(model, ids, max_new_tokens=NEW)
+            assert verdict.first.position == verdict.origin.position == PROMPT + 2
+            assert verdict.origin.index == layer
+            tail = ", shared" if layer >= len(layer_kinds(model)) - shared else ""
+            assert verdict.origin.kind == {"sliding": "sliding", "full": "global"}[kind] + tail
+            assert not verdict.differences[:, : PROMPT + 2].gt(TOL).any()
+
+
+def test_the_first_of_two_faults_is_found() -> None:
+    model = BY_NAME["gemma4_text"].build(WINDOW)
+    with swapatch.patch(model), fault(model, 1, from_position(12, 1.01)), fault(model, 3, from_position(4, 3.0)):
+        verdict = compare(model, named_ids(model, 1, PROMPT), max_new_tokens=1)
+    # Position 4 is wrong first, and only in layer 3.
+    assert (verdict.first.position, verdict.origin.index) == (4, 3)
+    with swapatch.patch(model), fault(model, 1, from_position(4, 1.01)), fault(model, 3, from_position(4, 3.0)):
+        verdict = compare(model, named_ids(model, 1, PROMPT), max_new_tokens=1)
+    assert (verdict.first.position, verdict.origin.index) == (4, 1)
+
+
+def test_differences_are_those_of_the_logits(family: Family) -> None:
+    """At every position, against logits from forwards of our own."""
+    model = family.build(WINDOW)
+    ids = named_ids(model, 1, PROMPT)
+    with swapatch.patch(model), fault(model, 0, from_position(3)):
+        verdict = compare(model, ids, max_new_tokens=NEW)
+        got = teacher_forced(model, verdict.tokens[:, :-1], prompt=PROMPT)
+    want = teacher_forced(model, verdict.tokens[:, :-1], prompt=PROMPT)
+    torch.testing.assert_close(verdict.differences, (got - want).abs().amax(-1), rtol=0, atol=2 * TOL)
+    assert verdict.worst == Place(0, int(verdict.differences.argmax()), float(verdict.differences.max()))
+
+
+def test_the_first_token_that_differs_is_that_of_generate() -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    ids, new = named_ids(model, 2, PROMPT), 12
+    stock = greedy(model, ids, new)
+    with swapatch.patch(model), fault(model, 0, from_position(0, 1.5)):
+        verdict = compare(model, ids, max_new_tokens=new)
+        ours = greedy(model, ids, new).tokens
+    differ = ours[:, PROMPT:] != stock.tokens[:, PROMPT:]
+    number = int(differ.any(0).nonzero()[0])
+    row = int(differ[:, number].nonzero()[0])
+    assert (verdict.token.row, verdict.token.number) == (row, number)
+    assert verdict.token.stock == stock.tokens[row, PROMPT + number]
+    assert verdict.token.patched == ours[row, PROMPT + number]
+    best = stock.logits[row, number].topk(2).values
+    assert verdict.token.gap == pytest.approx(float(best[0] - best[1]), abs=1e-3)
+
+
+def test_the_row_is_found_and_padding_does_not_count() -> None:
+    family = BY_NAME["gemma4_ple_shared"]
+    model = family.build(WINDOW)
+    inputs = family.inputs(model, [PROMPT, PROMPT - 12])
+
+    def second_row(states: Tensor, start: int) -> Tensor:
+        changed = states.clone()
+        changed[1] *= 2
+        return changed
+
+    with swapatch.patch(model), fault(model, 1, second_row):
+        verdict = compare(model, **inputs, max_new_tokens=2)
+    assert (verdict.first.row, verdict.first.position) == (1, 12)
+    assert (verdict.origin.index, verdict.origin.position) == (1, 12)
+    assert not verdict.differences[1, :12].any()
+    assert not verdict.differences[0].gt(TOL).any()
+
+
+def test_not_a_number_is_a_difference() -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    with swapatch.patch(model), fault(model, 1, from_position(5, torch.nan)):
+        verdict = compare(model, named_ids(model, 1, PROMPT), max_new_tokens=2)
+    assert verdict.first == Place(0, 5, torch.inf)
+    assert verdict.origin.index == 1
+    plain = json.loads(json.dumps(verdict.as_dict(), allow_nan=False))
+    assert plain["first"] == {"row": 0, "position": 5, "difference": None}
+    assert plain["differences"][0][5] is None
+
+
+def test_rounding_begins_in_no_layer() -> None:
+    """Every layer a little off: none stands out."""
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    hooks = [
+        layer.register_forward_hook(lambda _, args, output: None if is_disabled() else output * (1 + 4e-7))
+        for layer in text_model(model).layers
+    ]
+    with swapatch.patch(model):
+        verdict = compare(model, named_ids(model, 1, PROMPT), max_new_tokens=2, tolerance=1e-7)
+    for hook in hooks:
+        hook.remove()
+    assert not verdict.same
+    assert verdict.origin is None
+    assert len(verdict.layers) == 4
+    assert "no layer stands out" in str(verdict)
+
+
+# -- printed --
+
+
+def test_printed() -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    ids = named_ids(model, 1, PROMPT)
+    with swapatch.patch(model):
+        lines = str(compare(model, ids, max_new_tokens=3)).splitlines()
+        assert lines[0] == "verdict  same"
+        assert lines[2] == "tokens   3 of 3 the same"
+        with fault(model, 1, from_position(6, 4.0)):
+            verdict = compare(model, ids, max_new_tokens=12)
+    lines = verdict.summary(lambda token: f"<{token}>").splitlines()
+    assert lines[0] == "verdict  different"
+    assert "differ first at position 6 of row 0" in lines[1]
+    assert f"<{verdict.token.patched}> for <{verdict.token.stock}>" in lines[2]
+    assert "begins in layer 1 (sliding), at position 6" in lines[3]
+
+
+def test_as_plain_values() -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    with swapatch.patch(model), fault(model, 1, from_position(6, 4.0)):
+        verdict: Verdict = compare(model, named_ids(model, 1, PROMPT), max_new_tokens=3)
+    plain = json.loads(json.dumps(verdict.as_dict()))
+    assert plain["origin"] == plain["layers"][1]
+    assert plain["origin"]["index"] == 1
+    assert plain["tokens"] == verdict.tokens.tolist()
+    assert not plain["same"]
+
+
+# -- nothing to compare --
+
+
+def test_refused_while_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    with swapatch.disabled(), pytest.raises(swapatch.SwapatchError, match="switched off"):
+        compare(model, named_ids(model, 1, PROMPT))
+    monkeypatch.setenv("SWAPATCH_DISABLE", "1")
+    with pytest.raises(swapatch.SwapatchError, match="unset SWAPATCH_DISABLE"):
+        compare(model, named_ids(model, 1, PROMPT))
+
+
+def test_refused_when_stock_code_runs_on_both_sides() -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    snap = snapshot(model)
+    with pytest.raises(swapatch.SwapatchError, match="swapatch ran in 0 calls"):
+        compare(model, named_ids(model, 1, PROMPT), use_cache=False)
+    assert_unchanged(model, snap)
+
+
+def test_refused_models() -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    with pytest.raises(swapatch.UnsupportedModelError, match="models with generate"):
+        compare(text_model(model), named_ids(model, 1, PROMPT))
+    with pytest.raises(swapatch.UnsupportedModelError, match="Linear"):
+        compare(nn.Linear(1, 1), named_ids(model, 1, PROMPT))
+
+
+def test_an_error_on_the_way_leaves_nothing_behind() -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    snap = snapshot(model)
+    with pytest.raises(Exception, match="unused"):
+        compare(model, named_ids(model, 1, PROMPT), unused_argument=3)
+    assert_unchanged(model, snap)
+    assert not swapatch.is_patched(model)
