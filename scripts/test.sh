@@ -8,4 +8,4 @@ say "checkpoint for the real-model tests"
 "$python" scripts/checkpoint.py
 say "tests"
 # Nothing is fetched from here on; a test that tries is to fail at once.
-HF_HUB_OFFLINE=1 "$python" -m pytest "$@"
+HF_HUB_OFFLINE=1 "$python" -m pytest -n 2 "$@"

@@ -19,7 +19,7 @@ from . import __version__, _describe, _environment
 from ._errors import SwapatchError, explain
 from ._load import DTYPES, load_config, load_model, load_tokenizer
 from ._text import print_table
-from .attention import BACKENDS
+from .attention import NAMES
 from .cache import LAYOUTS
 from .plan import plan_model, text_config
 from .verify import Verdict, compare
@@ -121,7 +121,7 @@ def _add_verify(commands: Any) -> None:
         help="largest difference of logits that counts as rounding (default: 1e-4 in float32, more for large logits)",
     )
     command.add_argument("--layout", choices=LAYOUTS, default="anchored", help="of the sliding buffers")
-    command.add_argument("--backend", choices=BACKENDS, default="auto", help="who computes the attention")
+    command.add_argument("--backend", choices=NAMES, default="auto", help="who computes the attention")
     command.add_argument("--device", default="cpu", help="(default: cpu)")
 
 

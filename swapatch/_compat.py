@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import transformers
@@ -38,6 +39,24 @@ OLDEST, NEWEST = (5, 15), (5, 24)
 
 class UntestedVersionWarning(UserWarning):
     """The installed transformers fits, as far as can be seen, but the test suite was not run with it."""
+
+
+def check_signatures(expected: dict[Callable[..., Any], tuple[str, ...]]) -> None:
+    """Make sure that the functions swapatch replaces or wraps take the arguments it relies on.
+
+    Raises:
+        UnsupportedVersionError: names the function and what it lacks.
+    """
+    for function, names in expected.items():
+        lacking = [name for name in names if name not in inspect.signature(function).parameters]
+        if lacking:
+            raise UnsupportedVersionError(
+                explain(
+                    f"{function.__qualname__} without {', '.join(lacking)} in transformers {transformers.__version__}",
+                    f"{function.__qualname__} with {', '.join(names)}",
+                    f"install transformers {_dotted(OLDEST)} to {_dotted(NEWEST)}",
+                )
+            )
 
 
 def check_version(strict: bool) -> None:

@@ -43,7 +43,7 @@ def describe(
         "window": plan.window,
         "layout": layout,
         "rows": rows,
-        "images_both_ways": plan.bidirectional,
+        "images_both_ways": plan.bidirectional and config is not text,  # a text model gets no images
         "max_tokens": getattr(text, "max_position_embeddings", None),
         "batch": batch,
         "dtype": str(dtype).removeprefix("torch."),

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from ._errors import SpyreContractError
 from ._text import aligned
+from .attention import spyre
 from .switch import VARIABLE, is_disabled
 
 PACKAGES = ("torch", "transformers", "accelerate", "wrapt", "tokenizers", "safetensors", "peft", "bitsandbytes", "rich")
@@ -31,6 +33,7 @@ def environment() -> dict[str, Any]:
         SPYRE_PACKAGE: _version(SPYRE_PACKAGE),
         "devices": _devices(),
         "operator": _schemas(*OPERATOR),
+        "operator_fits": _operator_fits(),
         "disabled": is_disabled(),
         VARIABLE: os.environ.get(VARIABLE),
     }
@@ -38,13 +41,13 @@ def environment() -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     """Print what :func:`environment` found."""
-    rows = [["swapatch", found["swapatch"]]]
-    rows += [[name, found[name] or "not installed"] for name in ("python", "platform", *PACKAGES, SPYRE_PACKAGE)]
+    rows = [[name, found[name] or "not installed"] for name in ("swapatch", "python", "platform", *PACKAGES)]
+    rows.append([SPYRE_PACKAGE, found[SPYRE_PACKAGE] or "not installed"])
     rows += [["device", device] for device in found["devices"]]
-    operator = "::".join(OPERATOR)
-    rows += [[operator, schema] for schema in found["operator"] or ["not registered"]]
-    state = "off" if found["disabled"] else "on"
-    rows.append(["switched", f"{state} ({VARIABLE} is {found[VARIABLE]!r})"])
+    fits = "as swapatch calls it" if found["operator_fits"] else "not as swapatch calls it"
+    operator = [f"{schema} ({fits})" for schema in found["operator"] or ()] or ["not registered"]
+    rows += [["::".join(OPERATOR), line] for line in operator]
+    rows.append(["switched", f"{'off' if found['disabled'] else 'on'} ({VARIABLE} is {found[VARIABLE]!r})"])
     print(aligned(rows[0], rows[1:], left="ll"))
 
 
@@ -70,3 +73,11 @@ def _schemas(namespace: str, name: str) -> list[str] | None:
     """The registered forms of an operator, None if there is none."""
     operator = getattr(getattr(torch.ops, namespace), name, None)
     return None if operator is None else [str(getattr(operator, form)._schema) for form in operator.overloads()]
+
+
+def _operator_fits() -> bool:
+    try:
+        spyre.operator()
+    except SpyreContractError:
+        return False
+    return True

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 
-from ._compat import check_version
+from ._compat import CACHE_NAME, check_signatures, check_version
 from ._errors import AlreadyPatchedError, PatchConflictError, UnsupportedModelError, explain
 from ._undo import UndoLog
 from .attention import NAMES, spyre
@@ -65,7 +65,7 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
             explain(f"{existing!r}", f"one patch at a time, wanted layout={layout!r}, backend={backend!r}", "undo it")
         )
     plan = plan_model(model)
-    check_version(strict)
+    _check_transformers(plan, strict)
     if backend == "spyre":
         spyre.operator()
     parts = _locate(model, plan)
@@ -190,6 +190,19 @@ class _Parts:
     attentions: list[tuple[str, nn.Module]]
     visions: list[nn.Module]
     generators: list[tuple[str, nn.Module]]
+
+
+def _check_transformers(plan: ModelPlan, strict: bool) -> None:
+    family = FAMILIES[plan.model_type]
+    check_version(strict)
+    check_signatures(
+        {
+            family.attention.forward: ("hidden_states", "position_embeddings", "attention_mask"),
+            family.text_model.forward: ("attention_mask", "position_ids", CACHE_NAME),
+            getattr(GenerationMixin, PREPARE_CACHE): ("model_kwargs",),
+            create_masks_for_generate: ("config", "inputs_embeds", "attention_mask", CACHE_NAME),
+        }
+    )
 
 
 def _find_handle(model: Any) -> PatchHandle | None:

@@ -15,7 +15,9 @@ from swapatch.step import FixedStep
 FAMILIES = ("gemma3_text", "gemma4_ple_shared", "gemma4_moe")
 
 
-def run(model: nn.Module, call: Any, ids: Tensor, prompt: int, layout: str, counter: CompileCounter) -> tuple[Tensor, list[int]]:
+def run(
+    model: nn.Module, call: Any, ids: Tensor, prompt: int, layout: str, counter: CompileCounter
+) -> tuple[Tensor, list[int]]:
     """Prefill by the plain model, then every token by `call`; logits, and the number of graphs after each step."""
     cache = swapatch.CompactCache(model, max_cache_len=ids.shape[1], layout=layout)
     logits, graphs = [forced(model, ids[:, :prompt], prompt=prompt, cache=cache).logits], []

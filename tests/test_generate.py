@@ -178,7 +178,7 @@ class Mode:
     name: str
     inputs: Callable[[Family, Model], dict[str, Any]]
     options: dict[str, Any]
-    main: bool = False  # run with every family, and with both windows
+    main: bool = False  # run with every family, and some with the second window
     tokens: int = NEW
     text_only: bool = False  # stock refuses it for models that take images
     recorded: int = 0  # tokens at most that the cache remembers beyond the window, to take them back
@@ -216,7 +216,7 @@ MODES = [
         pytest.param(family, window, mode, id=f"{mode}-{family}-{window}")
         for mode in MODES
         for family in mode.families()
-        for window in (WINDOWS if mode.main and family in SOME else WINDOWS[:1])
+        for window in (WINDOWS if mode.main and family in SOME[:2] else WINDOWS[:1])
     ],
 )
 def test_mode(family: Family, window: int, mode: Mode, layout: str) -> None:
@@ -267,7 +267,7 @@ def test_sequences_that_end_early(family: Family, options: dict[str, Any], layou
     assert torch.isin(got.output.sequences[:, PROMPT:-1], ends).any()
 
 
-CHUNKS = [(family, 8, chunk, lengths) for family in SOME for chunk, lengths in ((1, (PROMPT, 3)), (7, (PROMPT,)))]
+CHUNKS = [(family, 8, chunk, (PROMPT, 3)) for family in SOME for chunk in (7, 50)]
 CHUNKS += [(SOME[0], 65, chunk, lengths) for chunk in (1, 2, 64, 65, 1000) for lengths in ((PROMPT,), (PROMPT, 3))]
 
 
@@ -286,7 +286,7 @@ def test_prefill_in_chunks(family: Family, window: int, chunk: int, lengths: tup
 @some_families
 def test_batch_sizes_on_one_model(family: Family, layout: str) -> None:
     model = family.build(8)
-    for lengths in ((PROMPT, 40), (90,), (3, PROMPT, 20)):
+    for lengths in ((PROMPT, 40), (PROMPT,), (3, PROMPT, 20)):
         inputs = prompt(family, model, *lengths)
         want = run(model, None, lambda model: generate(model, NEW, **inputs))  # noqa: B023
         got = run(model, layout, lambda model: generate(model, NEW, **inputs))  # noqa: B023
@@ -364,7 +364,7 @@ def assisted(model: Model, assistant: Model, tokens: int, inputs: dict[str, Any]
     return generate(model, tokens, **inputs, assistant_model=assistant, **options)
 
 
-OWN = [(family, window, tokens, 2 * NEW) for family in SOME for window in WINDOWS for tokens in (1, 20)]
+OWN = [(family, 8, tokens, 2 * NEW) for family in SOME for tokens in (1, 20)]
 OWN += [(SOME[0], window, 66, 150) for window in WINDOWS]
 
 
@@ -502,7 +502,10 @@ def test_leaving_early_to_draft(family: Family, layout: str) -> None:
     # Each on a model of its own: where stock cannot do it, the config stays as it was at the failure.
     want = outcome(family.build(8), None, call)
     got = outcome(family.build(8), layout, call)
-    if assert_same_outcome(got, want):
+    if isinstance(want, Exception):
+        assert isinstance(got, Exception)
+    else:
+        assert_same_outcome(got, want)
         assert isinstance(cache_of(got.output), swapatch.CompactCache)
         assert got.stock == 0
 

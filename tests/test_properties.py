@@ -54,7 +54,9 @@ class Layers(RuleBasedStateMachine):
         if self.recorded is not None:
             self.recorded += tokens
 
-    def assert_same_attention(self, query: Tensor, got: tuple[Tensor, ...], want: tuple[Tensor, ...], new: Span) -> None:
+    def assert_same_attention(
+        self, query: Tensor, got: tuple[Tensor, ...], want: tuple[Tensor, ...], new: Span
+    ) -> None:
         """Ours by rectangles, and one masked SDPA over all that stock returned."""
         position = torch.arange(*new)[:, None]
         keys = torch.arange(new.stop - want[0].shape[2], new.stop)

@@ -18,10 +18,12 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -46,7 +48,6 @@ struct State {
   int64_t device_copies = 0;
   int64_t device_copy_bytes = 0;
   int64_t live_bytes = 0;
-  int64_t peak_bytes = 0;
   std::set<std::string> forbidden;
   bool forbid_bool = false;
   bool refuse_slices = true;
@@ -87,9 +88,7 @@ struct HostAllocator final : c10::Allocator {
     }
     auto* block = new Block{c10::alloc_cpu(bytes), bytes};
     std::memset(block->data, 0xFF, bytes);  // NaN in every floating-point format
-    auto& s = state();
-    s.live_bytes += static_cast<int64_t>(bytes);
-    s.peak_bytes = std::max(s.peak_bytes, s.live_bytes);
+    state().live_bytes += static_cast<int64_t>(bytes);
     return {block->data, block, &free_block, kSpyre};
   }
   static void free_nothing(void*) {}
@@ -318,8 +317,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
-  // As one operation. Otherwise it falls apart into a dozen, with bool masks among them.
+  // As one operation each. Else the first falls apart into a dozen, with bool masks among them; the other has no kernel.
   m.impl("scaled_dot_product_attention", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -343,28 +343,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forbidden", [] { return std::make_pair(state().forbidden, state().forbid_bool); });
   m.def("refuse_slices", [](bool refuse) { return std::exchange(state().refuse_slices, refuse); });
   m.def("live_bytes", [] { return state().live_bytes; });
-  m.def("counters", [] {
+  // Everything since the process began, but of the transfers only those from the given one on.
+  m.def("counters", [](size_t first_transfer) {
     const auto& s = state();
-    pybind11::dict d;
     pybind11::list transfers;
-    for (const auto& t : s.transfers) {
+    for (size_t i = first_transfer; i < s.transfers.size(); ++i) {
+      const auto& t = s.transfers[i];
       transfers.append(pybind11::make_tuple(t.direction, pybind11::tuple(pybind11::cast(t.shape)), t.dtype, t.bytes));
     }
+    pybind11::dict d;
     d["transfers"] = transfers;
     d["eager_fallbacks"] = s.eager_fallbacks;
     d["compiled_fallbacks"] = s.compiled_fallbacks;
     d["fallback_bytes"] = s.fallback_bytes;
     d["device_copies"] = s.device_copies;
     d["device_copy_bytes"] = s.device_copy_bytes;
-    d["peak_bytes"] = s.peak_bytes;
     return d;
   });
-  m.def("reset_counters", [] {
-    auto& s = state();
-    s.transfers.clear();
-    s.eager_fallbacks.clear();
-    s.compiled_fallbacks.clear();
-    s.fallback_bytes = s.device_copies = s.device_copy_bytes = 0;
-    s.peak_bytes = s.live_bytes;
-  });
+  m.def("transfer_count", [] { return state().transfers.size(); });
 }

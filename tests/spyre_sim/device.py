@@ -14,9 +14,12 @@ Simulated:
   ("host_slice_copy"), and a view with a storage offset as the input of a graph ("offset_input").
 * Eager operations can be forbidden, by name.
 
-Not simulated: time; the device's number format and layouts (`torch_spyre` and its APIs do not exist here); what the
-card cannot run at all, or cannot compile (`roll`, bool masks); that a roll of a buffer into itself overwrites live
-rows; that a buffer updated in a graph may come back as another tensor; streams, events, a generator of its own.
+Not simulated: time; the device's number format and layouts (`torch_spyre` and its APIs do not exist here; float32 works);
+what the card cannot run or compile at all (`roll`, bool masks: forbid them); that rolling a buffer into itself in a
+graph overwrites live rows; that a buffer updated in a graph may come back as another tensor; streams, events, random
+numbers of its own.
+
+The hooks into Inductor are private to PyTorch and made for 2.13: another version may need another inductor.py.
 
 Use:
 
@@ -43,7 +46,7 @@ import tempfile
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,12 +120,14 @@ class Counts:
 @contextmanager
 def counting() -> Iterator[Counts]:
     """Count what happens within."""
-    before, regions, counts = _native().counters(), Counter(_regions), Counts()
+    native, counts = _native(), Counts()
+    first = native.transfer_count()
+    before, regions = native.counters(first), Counter(_regions)
     try:
         yield counts
     finally:
-        after = _native().counters()
-        counts.transfers = [Transfer(*t) for t in after["transfers"][len(before["transfers"]) :]]
+        after = native.counters(first)
+        counts.transfers = [Transfer(*transfer) for transfer in after["transfers"]]
         counts.eager_fallbacks = Counter(after["eager_fallbacks"]) - Counter(before["eager_fallbacks"])
         counts.compiled_fallbacks = Counter(after["compiled_fallbacks"]) - Counter(before["compiled_fallbacks"])
         for name in ("fallback_bytes", "device_copies", "device_copy_bytes"):
@@ -345,6 +350,7 @@ def _device_module() -> types.ModuleType:
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     module.set_device = lambda device: None
+    module.device = nullcontext
     module.synchronize = lambda device=None: None
     module.empty_cache = lambda: None
     module.memory_allocated = lambda device=None: live_bytes()

@@ -1,0 +1,76 @@
+"""The README is true: its code runs, its tables are those of the tests, and what it names exists."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+from zoo import BY_NAME, FAMILIES, Family, text_config
+
+import swapatch
+from swapatch._compat import NEWEST, OLDEST
+from swapatch.plan import MODEL_TYPES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def family_row(family: Family) -> str:
+    config = family.make_config(64)
+    special = [
+        ("images", family.vision),
+        ("attended both ways", family.bidirectional),
+        ("per-layer embeddings", family.ple),
+        ("shared keys and values", family.shared_kv),
+        ("mixture of experts", family.moe),
+        ("keys are values on global layers", getattr(text_config(config), "attention_k_eq_v", False)),
+    ]
+    access = "non-causal" if family.bidirectional else "causal"
+    tested = ", ".join(name for name, is_so in special if is_so) or "dense"
+    return f"| `{config.model_type}` | `{family.architecture}` | {tested} | {access} |"
+
+
+def family_table() -> str:
+    rows = dict.fromkeys(family_row(family) for family in FAMILIES)
+    return "\n".join(["| `model_type` | class | tested with | access |", "|---|---|---|---|", *rows])
+
+
+def test_family_table_is_the_test_list() -> None:
+    assert family_table() in README, f"the README's table should be:\n{family_table()}"
+    assert {text_config(family.make_config(8)).model_type for family in FAMILIES} == set(MODEL_TYPES)
+
+
+def test_code_with_output_runs() -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    code = "\n".join(re.findall(r"```python\n(>>>.*?)```", README, re.DOTALL))
+    test = doctest.DocTestParser().get_doctest(code, {}, "README.md", "README.md", 0)
+    assert test.examples
+    assert runner.run(test).failed == 0
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(?!>>>)(.*?)```", README, re.DOTALL))
+def test_code_without_output_runs(block: str) -> None:
+    model = BY_NAME["gemma3_text"].build(16)
+    for line in block.splitlines():
+        scope = {"swapatch": swapatch, "model": model, "handle": swapatch.PatchHandle}
+        swapatch.unpatch(model)
+        if line.startswith("handle.undo"):
+            line = "swapatch.patch(model).undo()"
+        if line.startswith("swapatch.report(cache)"):
+            line = "swapatch.report(swapatch.CompactCache(model))"
+        exec(compile(line, "README.md", "exec"), scope)
+
+
+def test_what_it_names_exists() -> None:
+    for path in set(re.findall(r"(?:scripts|tests)/[\w./]+\w", README)):
+        assert (ROOT / path).exists(), path
+    for name in set(re.findall(r"swapatch\.(\w+)\(", README)):
+        assert hasattr(swapatch, name), name
+    for file in re.findall(r"`(\w+\.py)`", README):
+        assert list((ROOT / "swapatch").rglob(file)), file
+
+
+def test_versions() -> None:
+    text = f"transformers>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0] + 1}"
+    assert text in README
+    assert text in (ROOT / "pyproject.toml").read_text()
