@@ -33,8 +33,10 @@ class SpyreDecode(FixedStep):
     ) -> tuple[Tensor, Tensor, Tensor]:
         held: Any = self.cache.layers[layer.layer_idx] if shared is None else None
         buffers = (held.keys, held.values) if shared is None else shared
-        window = self.rule.window
-        out, keys, values = spyre.decode(project, layer, hidden, position, buffers, self.index, self.mask, window)
+        hidden, cos, sin = (_padded(states, 1) for states in (hidden, *position))
+        out, keys, values = spyre.decode(
+            project, layer, hidden, (cos, sin), buffers, self.index, self.mask, self.rule.window
+        )
         if held is not None:
             held.keys, held.values = keys, values  # what the call returned is current, not what it was given
         return out, keys, values
@@ -111,9 +113,9 @@ class SpyrePrefill(Step):
 
 
 def _padded(states: Tensor, rows: int) -> Tensor:
-    """``[batch, rows, any]``: these rows, and zeros behind them."""
+    """``[batch, rows, any]``: these rows, and zeros behind them; a tensor that starts where its storage does."""
     if states.shape[1] == rows:
-        return states
+        return states.clone() if states.storage_offset() else states  # a graph input would lose the offset
     padded = torch.zeros((states.shape[0], rows, states.shape[2]), dtype=states.dtype, device=states.device)
     padded.narrow(1, 0, states.shape[1]).copy_(states)
     return padded

@@ -25,7 +25,7 @@ from .switch import VARIABLE, disabled, is_disabled
 LEAST_TOLERANCE = 1e-4
 """Differences of logits up to this always count as rounding."""
 
-ROUNDING_STEPS = {32: 64, 16: 4}
+ROUNDING_STEPS = {32: 64, 16: 8}
 """The same relative to the largest logit: so many times the spacing of floats of so many bits."""
 
 JUMP = 8.0
@@ -229,7 +229,7 @@ def default_tolerance(dtype: torch.dtype, largest: float) -> float:
     It is wide for bfloat16 and float16, which round in every layer, and can hide a small fault there.
 
     >>> default_tolerance(torch.float32, 10.0), default_tolerance(torch.bfloat16, 32.0)
-    (0.0001, 1.0)
+    (0.0001, 2.0)
     """
     steps = ROUNDING_STEPS[min(32, torch.finfo(dtype).bits)]
     return max(LEAST_TOLERANCE, steps * torch.finfo(dtype).eps * largest)

@@ -122,15 +122,17 @@ def test_verify_says_same(run: RunCommand, folder: Path) -> None:
 def test_verify_takes_prompts(run: RunCommand, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(" ".join(f"w{i}" for i in range(5, 45)))
-    options = ["--layout", "ring", "--backend", "reference", "--max-new-tokens", 2, "--dtype", "bfloat16"]
-    code, out, _ = run(
-        "verify", folder, *options, "--prompt", "w5 w6 w7", "--prompt-file", file, "--random", 20, "--json"
-    )
+    prompts = ["--prompt", "w5 w6 w7", "--prompt-file", file, "--random", 20]
+    options = ["--layout", "ring", "--backend", "reference", "--max-new-tokens", 2, "--json"]
+    code, out, _ = run("verify", folder, *prompts, *options)
     found = json.loads(out)
     assert code == 0
     assert found["same"]
     assert [verdict["prompt"] for verdict in found["prompts"]] == [3, 40, 20]
     assert found["prompts"][1]["tokens"][0][:40] == list(range(5, 45))
+    code, out, _ = run("verify", folder, "--dtype", "bfloat16")
+    assert code == 0
+    assert "bfloat16 rounds in every layer" in out
 
 
 def test_verify_finds_a_fault(run: RunCommand, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ Simulated:
   ("host_slice_copy"), and a view with a storage offset as the input of a graph ("offset_input").
 * Eager operations can be forbidden, by name.
 
-Not simulated: time; the device's number format and layouts (`torch_spyre` and its APIs do not exist here; float32 works);
-what the card cannot run or compile at all (`roll`, bool masks: forbid them); that rolling a buffer into itself in a
-graph overwrites live rows; that a buffer updated in a graph may come back as another tensor; streams, events, random
-numbers of its own.
+Not simulated: time; the device's number format and layouts (`torch_spyre` and its APIs do not exist here, float32
+works); what the card cannot run or compile at all (`roll`, bool masks: forbid them); that rolling a buffer into itself
+in a graph overwrites live rows; that a buffer updated in a graph may come back as another tensor; streams, events,
+random numbers of its own.
 
 The hooks into Inductor are private to PyTorch and made for 2.13: another version may need another inductor.py.
 

@@ -1,0 +1,288 @@
+"""The Spyre path, against the operator's contract (CPU) and on a simulated device."""
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from compare import cache_key, forced, greedy, sliding_rows
+from spyre_sim import device, graphs, operator
+from torch import Tensor
+from zoo import FULL, SLIDING, Family, named_ids, text_model
+
+import swapatch
+from swapatch.attention import spyre
+from swapatch.hooks import StepHook
+
+NEW = 140  # more than two rolls
+GEMMA3, GEMMA4 = "gemma3", "gemma4"
+LOWEST = {GEMMA3: 0.999, GEMMA4: 0.998}
+
+
+def family(name: str) -> Family:
+    """Models with heads of 64, as the operator wants them, and scores of a usual size."""
+    if name == GEMMA3:
+        options = {"head_dim": 64, "query_pre_attn_scalar": 64, "hidden_size": 64}
+        return Family(name, "Gemma3ForCausalLM", lambda window: zoo._gemma3_text(window, **options))
+    options = {"head_dim": 64, "global_head_dim": 64, "hidden_size": 64}
+    return Family(
+        name, "Gemma4ForCausalLM", lambda window: zoo._gemma4_ple_shared(window, **options), shared_kv=True, ple=True
+    )
+
+
+def build(name: str, window: int) -> Any:
+    model = family(name).build(window, dtype=torch.bfloat16)
+    with torch.no_grad():  # gentle attention: what is compared is the way of computing, not how chaos grows
+        for norm, parameter in model.named_parameters():
+            if norm.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(0.5)
+    return model
+
+
+def cosine(got: Tensor, want: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(got.float(), want.float(), dim=-1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    operator.register()
+    graphs.import_inductor()
+
+
+@pytest.fixture
+def card() -> None:
+    device.load_or_skip()
+
+
+# -- the operator on CPU tensors, under real Inductor --
+
+
+@pytest.mark.parametrize("name", (GEMMA3, GEMMA4))
+def test_forced_on_any_device(name: str) -> None:
+    """`backend="spyre"`: a call for every sliding layer and step, prefill square and causal, decode over the buffer."""
+    model = build(name, 64)
+    ids = named_ids(model, 1, 100 + 70)
+    want = forced(model, ids, prompt=100).logits
+    with swapatch.patch(model, backend="spyre") as handle, operator.recorded() as calls:
+        got = forced(model, ids, prompt=100)
+    assert cosine(got.logits, want).min() >= LOWEST[name]
+    layers = len(handle.plan.sliding)
+    assert len(calls) == layers * 71
+    heads = {call.key[1] for call in calls}
+    assert {(call.query[2], call.key[2], call.is_causal) for call in calls[:layers]} == {(128, 128, True)}
+    assert {(call.query[2], call.key[2], call.is_causal) for call in calls[layers:]} == {(1, 128, False)}
+    assert {call.window_size for call in calls} == {64}
+    assert len(heads) == 1  # keys are never repeated
+    assert set(sliding_rows(got.cache)) == {128}
+
+
+@pytest.mark.parametrize("lengths", ((5,), (1, 15, 90), (64, 3)), ids=str)
+def test_padded_batches(lengths: tuple[int, ...]) -> None:
+    model = build(GEMMA3, 64)
+    inputs = family(GEMMA3).inputs(model, lengths)
+    ids = inputs.pop("input_ids")
+    want = greedy(model, ids, 5, **inputs).logits
+    with swapatch.patch(model, backend="spyre"):
+        got = greedy(model, ids, 5, **inputs).logits
+    assert cosine(got[:, 0], want[:, 0]).min() >= 0.999  # later steps follow their own tokens
+
+
+def test_chunks_have_one_shape() -> None:
+    """A second turn of any fill follows old rows padded to whole blocks: one shape for a chunk size."""
+    model = build(GEMMA3, 64)
+    ids = named_ids(model, 1, 30 + 4 * 20 + 3)
+    want = forced(model, ids, prompt=30, chunks=[20] * 4).logits
+    with swapatch.patch(model, backend="spyre"), operator.recorded() as calls:
+        got = forced(model, ids, prompt=30, chunks=[20] * 4).logits
+    assert cosine(got, want).min() >= 0.999
+    shapes = [(call.query[2], call.key[2], call.is_causal) for call in calls]
+    assert set(shapes) == {(64, 64, True), (64, 128, False), (1, 128, False)}
+
+
+def test_shared_layers_query_less() -> None:
+    """Consumers whose queries were dropped but the last read all the producer's rows with a single query."""
+    model = build(GEMMA4, 64)
+    ids = named_ids(model, 1, 100)
+    with swapatch.patch(model, backend="spyre") as handle, operator.recorded() as calls, torch.no_grad():
+        output = model(ids, logits_to_keep=1, return_shared_kv_states=True)
+    shared = sum(layer.shared for layer in handle.plan.layers if layer.kind == "sliding")
+    assert [call.query[2] for call in calls].count(1) in (0, shared)  # transformers before 5.20 drops none
+    want = model(ids, return_shared_kv_states=True).shared_kv_states
+    for kind in (SLIDING, FULL):
+        for ours, theirs in zip(output.shared_kv_states[kind], want[kind], strict=True):
+            assert ours.shape == theirs.shape
+            assert cosine(ours, theirs).min() > 0.99
+
+
+def test_vision_is_not_causal() -> None:
+    config = {"head_dim": 64, "query_pre_attn_scalar": 64}
+    base = zoo.BY_NAME["gemma3_vision"]
+
+    def make(window: int) -> Any:
+        made = base.make_config(window)
+        for key, value in config.items():
+            setattr(made.text_config, key, value)
+        return made
+
+    model = Family("vision", base.architecture, make, vision=True, bidirectional=True).build(64, dtype=torch.bfloat16)
+    inputs = base.inputs(model, [70], images=[[(10, 20)]])
+    with torch.no_grad():
+        want = model(**inputs).logits
+        with swapatch.patch(model, backend="spyre"), operator.recorded() as calls:
+            got = model(**inputs).logits
+    assert {call.is_causal for call in calls} == {False}
+    assert cosine(got, want).min() > 0.98
+
+
+# -- guards --
+
+
+def test_contract_is_checked() -> None:
+    key = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
+    mask = torch.zeros(1, 1, 64, 128, dtype=torch.bfloat16)
+    query = (1, 4, 64, 64)
+    spyre.check_contract(query, torch.bfloat16, key, key, mask, False)
+    broken: list[tuple[str, dict[str, Any]]] = [
+        ("load it in bfloat16", {"dtype": torch.float32}),
+        ("keys in torch.float16", {"key": key.half()}),
+        ("one shape for both", {"value": key[:, :1]}),
+        ("2 sequences of keys", {"key": key.repeat(2, 1, 1, 1), "value": key.repeat(2, 1, 1, 1)}),
+        ("3 heads over 2", {"query": (1, 3, 64, 64)}),
+        ("head_dim 64 of the keys", {"query": (1, 4, 64, 128)}),
+        ("head_dim 32", {"query": (1, 4, 64, 32), "key": key[..., :32], "value": key[..., :32]}),
+        ("100 rows of keys", {"key": key[:, :, :100], "value": key[:, :, :100]}),
+        ("5 queries", {"query": (1, 4, 5, 64)}),
+        ("192 queries for 128 keys", {"query": (1, 4, 192, 64)}),
+        ("mask (1, 1, 64, 100)", {"mask": mask[..., :100]}),
+        ("mask in torch.float32", {"mask": mask.float()}),
+        ("mask on meta", {"mask": mask.to("meta")}),
+        ("as many of each", {"causal": True}),
+    ]
+    for message, change in broken:
+        call: dict[str, Any] = {"query": query, "dtype": torch.bfloat16, "key": key, "value": key, "mask": mask}
+        with pytest.raises(swapatch.SpyreContractError) as caught:
+            spyre.check_contract(**(call | {"causal": False} | change))
+        assert message in str(caught.value)
+
+
+def test_float32_is_refused() -> None:
+    model = family(GEMMA3).build(64)
+    with (
+        swapatch.patch(model, backend="spyre"),
+        pytest.raises(swapatch.SpyreContractError, match="load it in bfloat16"),
+    ):
+        greedy(model, named_ids(model, 1, 5), 2)
+
+
+@pytest.mark.parametrize(("prepare", "found"), (("", "no operator"), ("operator.register_old()", "cache_seqlen")))
+def test_missing_or_old_operator(prepare: str, found: str) -> None:
+    code = f"""
+import sys; sys.path.insert(0, "tests")
+from spyre_sim import operator
+{prepare}
+import swapatch, zoo
+model = zoo.BY_NAME["gemma3_text"].build(8)
+try:
+    swapatch.patch(model, backend="spyre")
+except swapatch.SpyreContractError as error:
+    print(error, swapatch.is_patched(model))
+"""
+    output = str(operator.run_python(code))
+    assert found in output
+    assert "False" in output
+
+
+# -- the simulated device --
+
+
+@pytest.mark.parametrize("name", (GEMMA3, GEMMA4))
+@pytest.mark.parametrize("prompt", (5, 64, 100, 200, 1100))
+def test_teacher_forced_on_the_device(card: None, name: str, prompt: int) -> None:
+    check_on_device(name, 64, prompt)
+
+
+def test_real_window(card: None) -> None:
+    """W=1024 over the real buffer of 1088 rows."""
+    check_on_device(GEMMA3, 1024, 1100)
+
+
+def check_on_device(name: str, window: int, prompt: int) -> None:
+    model = build(name, window)
+    ids = named_ids(model, 1, prompt + NEW)
+    want = forced(model, ids, prompt=prompt).logits
+    model.to("spyre")
+    handle = swapatch.patch(model)
+    path = [text_model(model).layers[index].self_attn for index in handle.plan.sliding]
+    with operator.recorded() as calls, graphs.watched() as seen, device.forbidden_in(path):
+        got = forced(model, ids.to("spyre"), prompt=prompt)
+    logits = got.logits.cpu()
+    assert logits.isfinite().all()
+    assert cosine(logits, want)[:, prompt - 1 :].min() >= LOWEST[name]  # every step
+    assert cosine(logits, want).quantile(0.01) >= LOWEST[name]  # and the prompt, but for a rounding that grew
+    assert len(calls) == len(handle.plan.sliding) * (1 + NEW)
+    decode = {(call.query, call.key, call.is_causal) for call in calls if call.query[2] == 1}
+    assert len(decode) == 1, "every decode step has one shape"
+    kinds = 1 + (name == GEMMA4)  # own keys, another layer's keys
+    assert seen.graphs <= 2 * kinds  # a prefill and a decode graph each; fewer when an earlier test has compiled one
+    for layer in got.cache.sliding:
+        assert layer.keys.cpu().isfinite().all()
+
+
+@pytest.mark.parametrize("name", (GEMMA3, GEMMA4))
+def test_comparison_sees_a_window_one_off(name: str) -> None:
+    model = build(name, 64)
+    ids = named_ids(model, 1, 240)
+    want = forced(model, ids, prompt=100).logits
+    for other in (63, 65):
+        got = forced(family(name).with_window(model, other), ids, prompt=100).logits
+        assert cosine(got, want).min() < LOWEST[name]
+
+
+def test_transfers_do_not_grow_with_the_layers(card: None) -> None:
+    uploads = []
+    for layers in (2, 6):
+        config = {"head_dim": 64, "query_pre_attn_scalar": 64, "layer_types": [FULL] + [SLIDING] * layers}
+        model = Family("deep", "Gemma3ForCausalLM", lambda w, c=config: zoo._gemma3_text(w, **c)).build(
+            64, dtype=torch.bfloat16
+        )
+        ids = named_ids(model, 1, 30).to("spyre")
+        model.to("spyre")
+        with swapatch.patch(model):
+            cache = forced(model, ids[:, :20], prompt=20).cache
+            with device.counting() as counts:
+                forced(model, ids[:, 20:], prompt=1, cache=cache)
+        uploads.append(counts.uploads)
+    assert uploads[0] == uploads[1]
+
+
+@pytest.mark.parametrize("name", (GEMMA3, GEMMA4))
+def test_stock_generate_on_the_device(card: None, name: str) -> None:
+    model = build(name, 64)
+    ids = named_ids(model, 1, 30)
+    want = greedy(model, ids, 8)
+    model.to("spyre")
+    with swapatch.patch(model), operator.recorded() as calls:
+        got = greedy(model, ids.to("spyre"), 8)
+    assert isinstance(got.cache, swapatch.CompactCache)
+    assert calls
+    assert cosine(got.logits[:, :1].cpu(), want.logits[:, :1]).min() > 0.99
+
+
+def test_eager_backends_run_on_the_device(card: None) -> None:
+    """Debugging on the card: `backend="reference"` computes over the same buffers."""
+    model = build(GEMMA3, 64)
+    ids = named_ids(model, 1, 90)
+    want = forced(model, ids, prompt=80).logits
+    model.to("spyre")
+    with swapatch.patch(model, backend="reference"), operator.recorded() as calls:
+        got = forced(model, ids.to("spyre"), prompt=80).logits.cpu()
+    assert not calls
+    assert cosine(got, want).min() > 0.99
+
+
+def test_nothing_of_the_card_is_imported() -> None:
+    import sys
+
+    assert "torch_spyre" not in sys.modules
+    assert StepHook.__module__ == "swapatch.hooks"
+    assert cache_key(build(GEMMA3, 64)) in ("cache", "past_key_values")
