@@ -231,12 +231,14 @@ class Row:
     tolerance: float | None = None
     note: str = ""
     threads: int = 0
+    cpu: str = ""
     torch: str = torch.__version__
     transformers: str = transformers.__version__
     swapatch: str = swapatch.__version__
 
     def __post_init__(self) -> None:
         self.threads = self.threads or torch.get_num_threads()
+        self.cpu = self.cpu or cpu_name()
 
 
 @dataclass
@@ -995,6 +997,7 @@ def environment() -> dict[str, Any]:
     }
 
 
+@once
 def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

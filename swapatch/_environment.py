@@ -61,11 +61,10 @@ def _version(name: str) -> str | None:
 
 def _devices() -> list[str]:
     devices = [f"cpu, {torch.get_num_threads()} of {os.cpu_count()} threads"]
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        kind_name = "accelerator" if kind is None else kind.type
-        names = torch.cuda.get_device_name if kind_name == "cuda" else str
-        devices += [f"{kind_name}:{index}, {names(index)}" for index in range(torch.accelerator.device_count())]
+    if torch.accelerator.is_available() and (kind := torch.accelerator.current_accelerator()) is not None:
+        for index in range(torch.accelerator.device_count()):
+            name = f", {torch.cuda.get_device_name(index)}" if kind.type == "cuda" else ""
+            devices.append(f"{kind.type}:{index}{name}")
     return devices
 
 

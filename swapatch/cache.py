@@ -207,6 +207,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             ValueError: for a positive number.
             CacheStateError: when rows that would be visible again are gone.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts in tensors
         check_crop([self], tokens_to_remove)
         if not self.is_initialized:
             return
@@ -366,4 +367,5 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 def _zeros(like: Tensor, rows: int) -> Tensor:
     batch, heads, _, dim = like.shape
-    return spyre.zeros((batch, heads, rows, dim), like.dtype, like.device)
+    with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+        return spyre.zeros((batch, heads, rows, dim), like.dtype, like.device)

@@ -224,6 +224,15 @@ def test_env_looks_for_spyre_without_importing_it(
     assert "not registered" in run("env")[1]
 
 
+def test_env_names_accelerators(run: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for kind, names in (("cuda", ["cuda:0, card 0", "cuda:1, card 1"]), ("xpu", ["xpu:0", "xpu:1"])):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda kind=kind: torch.device(kind))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
+        assert json.loads(run("env", "--json")[1])["devices"][1:] == names
+
+
 # -- errors --
 
 

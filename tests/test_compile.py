@@ -29,7 +29,7 @@ def run(
     return torch.cat(logits, 1), graphs
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES[:2])
 def test_two_hundred_positions_add_no_graph(name: str, layout: str) -> None:
     """After three warm steps, across three rolls; compiled with a backend that runs the graphs as they are."""
     torch._dynamo.reset()

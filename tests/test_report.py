@@ -116,6 +116,15 @@ def test_refused_objects() -> None:
         swapatch.report(transformers.DynamicCache(), tokens=5)
 
 
+def test_storage_that_layers_share_counts_once() -> None:
+    cache = transformers.DynamicCache()
+    both = torch.zeros(2, 1, 1, 10, 4)
+    for layer in range(2):
+        cache.update(torch.ones(1, 1, 10, 4), torch.ones(1, 1, 10, 4), layer)
+        cache.layers[layer].keys, cache.layers[layer].values = both
+    assert [layer.bytes for layer in swapatch.report(cache).layers] == [2 * 160, 0]
+
+
 def test_printed(family: Family) -> None:
     """One line for layers alike, with a sum that is right."""
     report = swapatch.report(family.make_config(WINDOW), tokens=5000, layout="dynamic")
