@@ -855,7 +855,8 @@ def test_generate_batch(name: str, layout: str, made: list[swapatch.CompactCache
     if assert_same_outcome(got, want) and want.output:
         assert (got.compact, got.stock) == (0, want.stock)
         assert len(want.output) == 2
-        for one, tokens in zip(prompts, got.output.values(), strict=True):
+        # What each prompt gives alone; in 5.15 stock's own batch differs from that.
+        for one, tokens in zip(prompts, got.output.values(), strict=True) if not OLD else ():
             alone = generate(model, 20, input_ids=torch.tensor([one])).sequences[0, len(one) :]
             assert torch.equal(tokens, alone)
     assert bool(want.output) or OLD or not name.startswith("gemma3")
