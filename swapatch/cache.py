@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
-from ._errors import CacheStateError, explain
+from ._errors import CacheStateError, UnsupportedModelError, explain
 from .attention import spyre
 from .geometry import Span, anchored_rows, ceil64, past_size, ring_pieces, ring_rows, roll_origin
 from .plan import ModelPlan, plan_model, text_config
@@ -336,6 +336,14 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
                 yield *layer.past(), layer._sliding_window_tensor
             else:
                 yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+
+def make_cache(config: Any, **options: Any) -> CompactCache | None:
+    """A compact cache, or None when the config has no sliding layer by now, as while a model drafts with few layers."""
+    try:
+        return CompactCache(config, **options)
+    except UnsupportedModelError:
+        return None
 
 
 def check_layout(layout: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from ._compat import CACHE_NAME, cache_in
-from .cache import CompactCache
+from .cache import CompactCache, make_cache
 from .hooks import Options, begin, is_fast
 from .plan import SLIDING, text_config
 from .switch import is_disabled
@@ -41,14 +41,14 @@ class CacheMaker:
         result = wrapped(*args, **kwargs)
         made = model_kwargs.get(CACHE_NAME)
         if passed is None and type(made) in (DynamicCache, StaticCache) and not made.offloading and not is_disabled():
-            model_kwargs[CACHE_NAME] = self._compact(instance.config, made)
+            model_kwargs[CACHE_NAME] = self._compact(instance.config, made) or made
         return result
 
-    def _compact(self, config: Any, made: Any) -> CompactCache:
+    def _compact(self, config: Any, made: Any) -> CompactCache | None:
         fixed = type(made) is StaticCache
         longest = max(layer.get_max_length() for layer in made.layers) if fixed else None
-        compact = CompactCache(config, max_cache_len=longest, layout=self.layout)
-        if any(getattr(layer, "record_past", False) for layer in made.layers):
+        compact = make_cache(config, max_cache_len=longest, layout=self.layout)
+        if compact is not None and any(getattr(layer, "record_past", False) for layer in made.layers):
             compact.activate_past_recording()
         return compact
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ._compat import CACHE_NAME, cache_in
 from ._errors import CacheStateError, explain
 from .attention import BACKENDS, choose, spyre
-from .cache import CompactCache
+from .cache import CompactCache, make_cache
 from .geometry import Span
 from .masks import CausalWindow, ImageWindow, MaskMaker, global_mask
 from .plan import GLOBAL, SLIDING, text_config
@@ -74,7 +74,9 @@ class StepHook:
             return (), call
         cache = cache_in(call)
         if cache is None and _wanted(call, config, "use_cache") and not is_disabled():
-            cache = call[CACHE_NAME] = CompactCache(config, layout=self.options.layout)
+            cache = make_cache(config, layout=self.options.layout)
+            if cache is not None:
+                call[CACHE_NAME] = cache
         if isinstance(cache, CompactCache) and is_fast(call, config):
             batch, tokens = given[0].shape[:2]
             like = torch.empty((batch, tokens, 0), dtype=_dtype(module, given[0]), device=given[0].device)

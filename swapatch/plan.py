@@ -135,7 +135,7 @@ def _layers(config: Any) -> tuple[LayerPlan, ...]:
     unknown = sorted(set(config.layer_types) - set(kinds))
     if unknown:
         raise _refuse(f"layer_types with {unknown}", f"only {sorted(kinds)} are known: use the model unpatched")
-    types = list(config.layer_types)
+    types = list(config.layer_types)[: config.num_hidden_layers]  # fewer while a model drafts with its first layers
     own = len(types) - (getattr(config, "num_kv_shared_layers", 0) or 0)
     if orphans := sorted(set(types) - set(types[:own])):
         raise _refuse(f"no layer of {orphans} with keys and values of its own", _UNPATCHED)

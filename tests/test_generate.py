@@ -24,7 +24,7 @@ import swapatch
 from swapatch.geometry import ceil64
 from swapatch.step import Step
 
-LAYOUTS = ("anchored",)
+LAYOUTS = ("anchored", "ring")
 WINDOWS = (8, 65)
 PROMPT = 116  # past both windows, but less than a buffer holds: rows are given up while tokens are generated
 NEW = 24
@@ -493,6 +493,7 @@ def test_drafter_that_reads_shared_states(family: Family, layout: str) -> None:
     model = family.build(8)
     drafter = draft(shared_state_drafter(model), 3)
     inputs = prompt(family, model, PROMPT)
+    skip_if_stock_cannot(model, lambda model: assisted(model, drafter, NEW, inputs))
 
     def drafts(layout: str | None) -> tuple[Any, list[Tensor]]:
         logits: list[Tensor] = []
