@@ -14,7 +14,7 @@ import torch
 torch.set_num_threads(2)
 
 import pytest
-from zoo import FAMILIES, Family
+from zoo import BY_NAME, FAMILIES, Family
 
 from swapatch.cache import LAYOUTS
 
@@ -23,6 +23,12 @@ from swapatch.cache import LAYOUTS
 def family(request: pytest.FixtureRequest) -> Family:
     """Every family of the zoo in turn."""
     return request.param
+
+
+@pytest.fixture(params=("gemma3_text", "gemma4_ple_shared", "gemma3_vision"))
+def model_kind(request: pytest.FixtureRequest) -> Family:
+    """One family of each kind, for what depends on the cache more than on the model."""
+    return BY_NAME[request.param]
 
 
 @pytest.fixture(params=sorted(LAYOUTS))

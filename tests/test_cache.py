@@ -97,8 +97,8 @@ def test_made_by_hand_with_static_global_layers(family: Family, layout: str) -> 
     assert set(sliding_rows(cache)) == {LAYOUTS[layout].base_rows(16)}
 
 
-def test_a_deep_copy_goes_its_own_way(family: Family, layout: str) -> None:
-    model = family.build(16)
+def test_a_deep_copy_goes_its_own_way(model_kind: Family, layout: str) -> None:
+    model = model_kind.build(16)
     ids = named_ids(model, 1, 300)
     with swapatch.patch(model, layout=layout):
         cache = forced(model, ids[:, :200], prompt=200).cache
@@ -109,8 +109,8 @@ def test_a_deep_copy_goes_its_own_way(family: Family, layout: str) -> None:
     assert torch.equal(got, want)
 
 
-def test_reset_is_a_new_cache(family: Family, layout: str) -> None:
-    model = family.build(16)
+def test_reset_is_a_new_cache(model_kind: Family, layout: str) -> None:
+    model = model_kind.build(16)
     long, short = named_ids(model, 1, 200), named_ids(model, 3, 90, seed=7)
     with swapatch.patch(model, layout=layout):
         want = forced(model, short, prompt=5).logits
@@ -120,8 +120,8 @@ def test_reset_is_a_new_cache(family: Family, layout: str) -> None:
         assert torch.equal(forced(model, short, prompt=5, cache=cache).logits, want)
 
 
-def test_batch_sizes_on_one_model(family: Family, layout: str) -> None:
-    model = family.build(16)
+def test_batch_sizes_on_one_model(model_kind: Family, layout: str) -> None:
+    model = model_kind.build(16)
     for batch in (2, 1, 3):
         ids = named_ids(model, batch, 90)
         want = forced(model, ids, prompt=20).logits
@@ -129,9 +129,9 @@ def test_batch_sizes_on_one_model(family: Family, layout: str) -> None:
             assert_same_logits(forced(model, ids, prompt=20).logits, want)
 
 
-def test_inference_mode_and_back(family: Family, layout: str) -> None:
+def test_inference_mode_and_back(model_kind: Family, layout: str) -> None:
     """A cache filled in inference mode goes on without it, and the other way round."""
-    model = family.build(16)
+    model = model_kind.build(16)
     ids = named_ids(model, 1, 120)
     want = forced(model, ids, prompt=50).logits
     with swapatch.patch(model, layout=layout):
@@ -143,9 +143,9 @@ def test_inference_mode_and_back(family: Family, layout: str) -> None:
     assert_same_logits(torch.cat([first.logits, second.logits, third.logits], 1), want)
 
 
-def test_another_batch_is_refused(family: Family) -> None:
+def test_another_batch_is_refused(model_kind: Family) -> None:
     """A key of one sequence must not be broadcast over the rows of two."""
-    model = family.build(16)
+    model = model_kind.build(16)
     ids = named_ids(model, 2, 21)
     with swapatch.patch(model), torch.no_grad():
         cache = forced(model, ids[:, :20], prompt=20).cache
@@ -154,8 +154,8 @@ def test_another_batch_is_refused(family: Family) -> None:
         assert cache.get_seq_length() == 20
 
 
-def test_half_written_cache_is_refused(family: Family) -> None:
-    model = family.build(16)
+def test_half_written_cache_is_refused(model_kind: Family) -> None:
+    model = model_kind.build(16)
     ids = named_ids(model, 1, 21)
     with swapatch.patch(model):
         cache = forced(model, ids[:, :20], prompt=20).cache
@@ -164,9 +164,9 @@ def test_half_written_cache_is_refused(family: Family) -> None:
             forced(model, ids[:, 20:], prompt=1, cache=cache)
 
 
-def test_an_interrupted_step_can_be_repeated(family: Family, layout: str) -> None:
+def test_an_interrupted_step_can_be_repeated(model_kind: Family, layout: str) -> None:
     """The counters move only when the whole text model has run: a step that failed on the way is as if not begun."""
-    model = family.build(16)
+    model = model_kind.build(16)
     ids = named_ids(model, 1, 101)
     with swapatch.patch(model, layout=layout):
         cache = forced(model, ids[:, :100], prompt=100).cache
@@ -186,8 +186,8 @@ def test_an_interrupted_step_can_be_repeated(family: Family, layout: str) -> Non
             assert_same_logits(forced(model, ids[:, 100:], prompt=1, cache=cache).logits, want)
 
 
-def test_crop_within_the_window(family: Family, layout: str) -> None:
-    model = family.build(100)
+def test_crop_within_the_window(model_kind: Family, layout: str) -> None:
+    model = model_kind.build(100)
     ids = named_ids(model, 1, 90)
     with swapatch.patch(model, layout=layout):
         want = forced(model, ids, prompt=60).logits[:, 60:]
@@ -199,9 +199,9 @@ def test_crop_within_the_window(family: Family, layout: str) -> None:
 
 @pytest.mark.parametrize("window", (8, 64))
 @pytest.mark.parametrize("taken", (0, 1, 5, 64, 70))
-def test_crop_of_recorded_tokens(family: Family, window: int, taken: int, layout: str) -> None:
+def test_crop_of_recorded_tokens(model_kind: Family, window: int, taken: int, layout: str) -> None:
     """Past the window too, and the rows that recording added are given back."""
-    model = family.build(window)
+    model = model_kind.build(window)
     ids = named_ids(model, 1, 300)
     with swapatch.patch(model, layout=layout):
         want = forced(model, ids, prompt=200).logits
@@ -220,8 +220,8 @@ def test_crop_of_recorded_tokens(family: Family, window: int, taken: int, layout
 
 
 @pytest.mark.parametrize("tokens", (3, -1, -80, -500))
-def test_refused_crop_changes_nothing(family: Family, tokens: int, layout: str) -> None:
-    model = family.build(8)
+def test_refused_crop_changes_nothing(model_kind: Family, tokens: int, layout: str) -> None:
+    model = model_kind.build(8)
     ids = named_ids(model, 1, 110)
     with swapatch.patch(model, layout=layout):
         want = forced(model, ids, prompt=100).logits[:, 100:]
@@ -232,8 +232,8 @@ def test_refused_crop_changes_nothing(family: Family, tokens: int, layout: str) 
         assert_same_logits(forced(model, ids[:, 100:], prompt=1, cache=cache).logits, want)
 
 
-def test_batch_verbs(family: Family, layout: str) -> None:
-    model = family.build(16)
+def test_batch_verbs(model_kind: Family, layout: str) -> None:
+    model = model_kind.build(16)
     ids = named_ids(model, 2, 120)
     order = torch.tensor([1, 1, 0])
     with swapatch.patch(model, layout=layout):
@@ -247,8 +247,8 @@ def test_batch_verbs(family: Family, layout: str) -> None:
         assert_same_logits(forced(model, ids[order][:, 50:], prompt=1, cache=cache).logits, want)
 
 
-def test_iterating_gives_what_a_dynamic_cache_is_built_from(family: Family, layout: str) -> None:
-    model = family.build(16)
+def test_iterating_gives_what_a_dynamic_cache_is_built_from(model_kind: Family, layout: str) -> None:
+    model = model_kind.build(16)
     ids = named_ids(model, 1, 120)
     with swapatch.patch(model, layout=layout):
         cache = forced(model, ids[:, :100], prompt=100).cache
