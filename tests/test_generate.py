@@ -209,7 +209,8 @@ class Mode:
 
 BEAMS = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True}
 MODES = [
-    Mode("greedy", _padded, {"output_scores": True}, main=True, tokens=80),
+    Mode("greedy", _padded, {"output_scores": True}, main=True),
+    Mode("greedy over two rolls", _padded, {}, tokens=80),
     Mode("sampling", _padded, {"do_sample": True, "num_return_sequences": 3, "top_k": 20}, main=True),
     Mode("beams", _padded, BEAMS, main=True),
     Mode("sampled beams", _single, {**BEAMS, "do_sample": True}),
@@ -414,13 +415,14 @@ def test_assistant(
     made: list[swapatch.CompactCache],
 ) -> None:
     """Some or all of a draft is taken back in each round, on either side of the roll. Equals greedy without drafts."""
+    new = 16  # the buffers roll after 12
     model = family.build(8)
     assistant = draft(helper(family, model), tokens)
     inputs = prompt(family, model, PROMPT)
-    skip_if_stock_cannot(model, lambda model: assisted(model, assistant, NEW, inputs))
-    want = generate(model, NEW, **inputs)
+    skip_if_stock_cannot(model, lambda model: assisted(model, assistant, new, inputs))
+    want = generate(model, new, **inputs)
     with watched(assistant) as drafts, patched(assistant, layout if who != "target" else None):
-        got = run(model, layout if who != "assistant" else None, lambda model: assisted(model, assistant, NEW, inputs))
+        got = run(model, layout if who != "assistant" else None, lambda model: assisted(model, assistant, new, inputs))
     assert_same(got.output, want)
     if who == "assistant":
         assert type(cache_of(got.output)) is DynamicCache
@@ -429,7 +431,7 @@ def test_assistant(
     assert len(made) == (2 if who == "both" else 1)
     assert bool(got.stock) == (who == "assistant")
     assert set(drafts) == {who != "target"}
-    assert len(drafts) > NEW  # some were in vain
+    assert len(drafts) > new  # some were in vain
 
 
 @some_families
@@ -679,6 +681,18 @@ def test_static_cache(family: Family, options: dict[str, Any], layout: str) -> N
     assert type(cache_of(want.output)) is StaticCache
     assert_compact(got, want, model, layout)
     assert cache_of(got.output).get_max_length() == cache_of(want.output).get_max_length()
+
+
+@some_families
+def test_masks_made_ahead_are_made_contiguous(family: Family, layout: str) -> None:
+    """From 5.18 to 5.23 `generate` asks that of each mask it made ahead, without looking what kind of thing it is."""
+    model = family.build(8)
+    cache = swapatch.CompactCache(model, max_cache_len=200, layout=layout)
+    call = {"config": model.config, "inputs_embeds": torch.empty(1, 5, 0), "attention_mask": None, "position_ids": None}
+    with swapatch.patch(model, layout=layout):
+        masks = model.create_masks_for_generate(**call, **{cache_key(model): cache})
+    ready = {name: mask.contiguous() for name, mask in masks.items() if mask is not None}
+    assert isinstance(ready[SLIDING], Step)
 
 
 @pytest.mark.parametrize("helper", ("itself", "prompt lookup"))
