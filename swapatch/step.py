@@ -117,6 +117,10 @@ class Step:
     def commit(self) -> None:
         """Called once the text model has run."""
 
+    def contiguous(self) -> Step:
+        """Itself: transformers 5.18 to 5.23 asks every mask that was made ahead of a call to be contiguous."""
+        return self
+
     def __getitem__(self, index: tuple[Any, Any, slice, Any]) -> Step:
         """The step for some of its queries, sliced as the mask in whose place it stands, ``[:, :, queries]``.
 

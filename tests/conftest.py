@@ -10,8 +10,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-# Two threads everywhere, so that times and float32 sums are comparable between machines.
-torch.set_num_threads(2)
+# Two threads in all: one for each worker where pytest-xdist runs two of them.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 import pytest
 from zoo import BY_NAME, FAMILIES, Family
