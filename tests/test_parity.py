@@ -37,11 +37,12 @@ def test_every_position_and_step(family: Family, window: int, layout: str) -> No
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_generate_gives_the_same_tokens(family: Family, window: int, layout: str) -> None:
+def test_generate_gives_the_same_tokens(family: Family, window: int) -> None:
+    """By stock generate; the other layout and the other modes are in test_generate.py."""
     model = family.build(window)
     ids = named_ids(model, 1, window + 3)
     want = greedy(model, ids, STEPS)
-    with swapatch.patch(model, layout=layout):
+    with swapatch.patch(model):
         got = greedy(model, ids, STEPS)
     assert isinstance(got.cache, swapatch.CompactCache)
     assert torch.equal(got.tokens, want.tokens)

@@ -90,13 +90,6 @@ def test_greedy_text_is_finite_and_varied(family: Family) -> None:
     assert len(set(out.tokens[0, -64:].tolist())) > 8
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@every_family
-def test_a_window_one_off_shows(family: Family, window: int) -> None:
-    moved = assert_sensitive(family, window)
-    assert min(moved) > 0.01  # a hundred tolerances
-
-
 def test_insensitive_comparison_is_reported() -> None:
     # Everything fits into either window: nothing can differ, and the proof must say so.
     with pytest.raises(AssertionError, match="gemma3_text, window 64: logits do not move"):
