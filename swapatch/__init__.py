@@ -8,8 +8,9 @@ True
 from __future__ import annotations
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from . import verify
 from ._compat import UntestedVersionWarning
 from ._errors import (
     AlreadyPatchedError,
@@ -24,6 +25,9 @@ from .api import PatchHandle, Status, is_patched, patch, status, unpatch
 from .cache import CompactCache
 from .report import LayerReport, Report, report
 from .switch import disabled
+
+if TYPE_CHECKING:
+    from . import verify
 
 __version__ = "0.1.0"
 
@@ -51,3 +55,9 @@ __all__ = [
 ]
 
 logging.getLogger("swapatch").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "verify":  # imported when it is asked for: a model that only generates does without
+        return import_module(".verify", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from ._undo import UndoLog
-from .families import FAMILIES
+from .families import family_of
 from .plan import ModelPlan, text_config
 from .step import Step
 
@@ -127,7 +127,7 @@ class Pair:
         **options: Any,
     ) -> Run:
         """Generate on one side: ``forced`` tokens if given, keeping the layers of call number ``call``."""
-        cls = FAMILIES[self.plan.model_type].text_model
+        cls = family_of(self.plan.model_type).text_model
         text = next(module for module in self.model.modules() if isinstance(module, cls))
         recorder, watch = Recorder(call), Watch(forced)
         no_end = text_config(self.model).vocab_size

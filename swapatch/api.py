@@ -16,7 +16,7 @@ from ._errors import AlreadyPatchedError, PatchConflictError, UnsupportedModelEr
 from ._undo import UndoLog
 from .attention import NAMES, spyre
 from .cache import LAYOUTS, check_layout
-from .families import FAMILIES, Family
+from .families import Family, family_of
 from .generate import MAKE_MASKS, PREPARE_CACHE, CacheMaker, MethodWrapper, StepMaker
 from .hooks import Options, StepHook, commit_hook
 from .masks import text_masks
@@ -193,7 +193,7 @@ class _Parts:
 
 
 def _check_transformers(plan: ModelPlan, strict: bool) -> None:
-    family = FAMILIES[plan.model_type]
+    family = family_of(plan.model_type)
     check_version(strict)
     check_signatures(
         {
@@ -212,7 +212,7 @@ def _find_handle(model: Any) -> PatchHandle | None:
 
 def _locate(model: Any, plan: ModelPlan) -> _Parts:
     """Find what to touch, and refuse what does not look as expected."""
-    family = FAMILIES[plan.model_type]
+    family = family_of(plan.model_type)
     named = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     texts = [name for name, module in named.items() if isinstance(module, family.text_model)]
     if len(texts) != 1:

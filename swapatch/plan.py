@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ._errors import UnsupportedModelError, explain
@@ -12,7 +13,10 @@ MODEL_TYPES = {
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4_unified",
 }
-"""``model_type`` of the text configs that can be patched, and of the configs around them when there is vision."""
+"""``model_type`` of the text configs that can be patched, and of the configs around them when there is vision.
+
+The second is also the name of the module in :mod:`swapatch.families`.
+"""
 
 SLIDING, GLOBAL = "sliding_attention", "full_attention"
 
@@ -55,12 +59,12 @@ class ModelPlan:
     layers: tuple[LayerPlan, ...]
     bidirectional: bool
 
-    @property
+    @cached_property
     def sliding(self) -> tuple[int, ...]:
         """Indices of the sliding layers."""
         return tuple(layer.index for layer in self.layers if layer.kind == "sliding")
 
-    @property
+    @cached_property
     def owners(self) -> tuple[int, ...]:
         """Indices of the sliding layers that have a cache of their own."""
         return tuple(layer.index for layer in self.layers if layer.kind == "sliding" and not layer.shared)

@@ -85,7 +85,9 @@ class SpyrePrefill(Step):
         before = shared if held is None else held.past_in(self.old_rows) if self.old_rows else None
         mask, causal = self._mask_of(rows, hidden.device), self.causal and rows == self.old_rows + self.new_rows
         hidden = _padded(hidden, rows)
-        out, keys, values = spyre.prefill(project, layer, hidden, (cos, sin), before, mask, self.rule.window, causal)
+        out, keys, values = spyre.prefill(
+            project, layer, hidden, (cos, sin), before, held is not None, mask, self.rule.window, causal
+        )
         if held is not None:
             new = Span(self.old_rows, self.old_rows + self.queries.size)
             held.write(rows_of(keys, new), rows_of(values, new))

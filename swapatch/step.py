@@ -202,5 +202,5 @@ class FixedStep(DecodeStep):
 
 
 def rows_of(tensor: Tensor, rows: Span) -> Tensor:
-    """A view of some rows of ``[batch, heads, rows, head_dim]``."""
-    return tensor[:, :, rows.start : rows.stop]
+    """A view of some rows of ``[batch, heads, rows, head_dim]``, or the tensor itself for all of them."""
+    return tensor if rows == (0, tensor.shape[2]) else tensor[:, :, rows.start : rows.stop]

@@ -165,6 +165,33 @@ def test_contract_is_checked() -> None:
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("past", (0, 70))
+def test_prefill_is_guarded(past: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call and a later one are checked before anything is computed."""
+    model = build(GEMMA4, 64)
+    additive = spyre.additive
+    with swapatch.patch(model, backend="spyre"), operator.recorded() as calls, torch.no_grad():
+        cache = swapatch.CompactCache(model)
+        if past:
+            model(named_ids(model, 1, past), **{cache_key(model): cache})
+        before = len(calls)
+        monkeypatch.setattr(spyre, "additive", lambda *args: additive(*args)[..., :-1])
+        with pytest.raises(swapatch.SpyreContractError, match=r"mask \(1, 1, 64, (63|127)\)"):
+            model(named_ids(model, 1, 40), **{cache_key(model): cache})
+    assert len(calls) == before
+
+
+def test_heads_of_another_size_are_refused() -> None:
+    model = zoo.BY_NAME["gemma3_text"].build(64, dtype=torch.bfloat16)
+    with (
+        swapatch.patch(model, backend="spyre"),
+        operator.recorded() as calls,
+        pytest.raises(swapatch.SpyreContractError, match=r"(?s)head_dim 16.*multiple of 64.*backend='reference'"),
+    ):
+        greedy(model, named_ids(model, 1, 5), 2)
+    assert not calls
+
+
 def test_float32_is_refused() -> None:
     model = family(GEMMA3).build(64)
     with (

@@ -83,13 +83,16 @@ def check_contract(
     batch, heads, queries, dim = query
     keys = key.shape[2]
     check_dtype(dtype)
+    if dim % ALIGN:
+        raise SpyreContractError(
+            explain(f"head_dim {dim}", f"a multiple of {ALIGN}", "patch with backend='reference' or 'windowed'")
+        )
     rules: list[tuple[bool, str, str]] = [
         (key.dtype == value.dtype == dtype, f"keys in {key.dtype}, values in {value.dtype}", f"the query's {dtype}"),
         (key.shape == value.shape, f"keys {tuple(key.shape)}, values {tuple(value.shape)}", "one shape for both"),
         (key.shape[0] == batch, f"{key.shape[0]} sequences of keys", f"the query's {batch}"),
         (heads % key.shape[1] == 0, f"{heads} heads over {key.shape[1]}", "a whole number of heads for each key head"),
         (key.shape[3] == dim, f"head_dim {key.shape[3]} of the keys", f"the query's {dim}"),
-        (dim % ALIGN == 0, f"head_dim {dim}", f"a multiple of {ALIGN}"),
         (keys % ALIGN == 0, f"{keys} rows of keys", f"a multiple of {ALIGN}"),
         (queries == 1 or queries % ALIGN == 0, f"{queries} queries", f"1 or a multiple of {ALIGN}"),
         (queries <= keys, f"{queries} queries for {keys} keys", "no more queries than keys"),
@@ -144,15 +147,23 @@ def prefill(
     hidden: Tensor,
     position: tuple[Tensor, Tensor],
     before: tuple[Tensor, Tensor] | None,
+    own: bool,
     mask: Tensor,
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Many tokens of one layer, behind the keys and values ``before`` them, or over those of another layer.
+    """Many tokens of one layer: its ``own`` keys and values behind those ``before`` them, or those of another layer.
 
     Returns:
         ``hidden [batch, queries, hidden]``, and all keys and values that were attended.
     """
+    own_rows = hidden.shape[1] if own else 0
+    # The layer's own keys are made inside the region: views of the same shape stand for them.
+    if before is None:  # one head for each group of query heads
+        keys = values = hidden[:, None, :1, :1].expand(-1, 1, own_rows, attention.head_dim)
+    else:
+        keys, values = (states[:, :, :1].expand(-1, -1, states.shape[2] + own_rows, -1) for states in before)
+    _check(attention, hidden, keys, values, mask, causal)
     past = (None, None) if before is None else before
     out, keys, values = _run(_prefill, project, attention, hidden, *position, *past, mask, window, causal)
     return out, keys, values

@@ -1,18 +1,16 @@
-"""One entry for each kind of Gemma: its classes, the forward that replaces its sliding attention, and its masks."""
+"""The families of Gemma, a module each: its classes, the forward that replaces its sliding attention, and its masks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from torch import nn
-from transformers.models.gemma3 import modeling_gemma3
-from transformers.models.gemma4 import modeling_gemma4
-from transformers.models.gemma4_unified import modeling_gemma4_unified
 
 from ..masks import MaskMaker
-from . import gemma3, gemma4
+from ..plan import MODEL_TYPES
 
 
 @dataclass(frozen=True)
@@ -36,30 +34,11 @@ class Family:
     masks: MaskMaker
 
 
-FAMILIES: dict[str, Family] = {
-    "gemma3_text": Family(
-        modeling_gemma3.Gemma3TextModel,
-        modeling_gemma3.Gemma3Attention,
-        gemma3.forward,
-        modeling_gemma3.Gemma3Model,
-        "token_type_ids",
-        gemma3.masks,
-    ),
-    "gemma4_text": Family(
-        modeling_gemma4.Gemma4TextModel,
-        modeling_gemma4.Gemma4TextAttention,
-        gemma4.forward,
-        modeling_gemma4.Gemma4Model,
-        "mm_token_type_ids",
-        gemma4.masks,
-    ),
-    "gemma4_unified_text": Family(
-        modeling_gemma4_unified.Gemma4UnifiedTextModel,
-        modeling_gemma4_unified.Gemma4UnifiedTextAttention,
-        gemma4.forward,
-        modeling_gemma4_unified.Gemma4UnifiedModel,
-        "mm_token_type_ids",
-        gemma4.unified_masks,
-    ),
-}
-"""By ``model_type`` of the text config."""
+def family_of(model_type: str) -> Family:
+    """The family of a text config, by its ``model_type``; imported now, for each takes long to import.
+
+    >>> family_of("gemma3_text").attention.__name__
+    'Gemma3Attention'
+    """
+    family: Family = import_module(f".{MODEL_TYPES[model_type]}", __name__).FAMILY
+    return family

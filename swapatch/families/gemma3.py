@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.models.gemma3 import modeling_gemma3 as modeling
 
 from ..step import Step
+from . import Family
 
 
 def forward(
@@ -52,3 +53,8 @@ def masks(config: Any, types: Tensor | None, **call: Any) -> dict[str, Tensor | 
     maker = modeling.Gemma3ForConditionalGeneration.create_masks_for_generate
     made: dict[str, Tensor | None] = maker(config=config, token_type_ids=types, position_ids=None, **call)
     return made
+
+
+FAMILY = Family(
+    modeling.Gemma3TextModel, modeling.Gemma3Attention, forward, modeling.Gemma3Model, "token_type_ids", masks
+)

@@ -1,4 +1,4 @@
-"""Gemma 4, and Gemma 4 unified with the same attention: the forward of a sliding layer, and the masks of images."""
+"""Gemma 4: the forward of a sliding attention layer, and the masks of images."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers.models.gemma4 import modeling_gemma4 as modeling
-from transformers.models.gemma4_unified import modeling_gemma4_unified as unified
 
-from ..masks import text_masks
 from ..step import Step
+from . import Family
 
 
 def forward(
@@ -68,9 +67,6 @@ def masks(config: Any, types: Tensor | None, **call: Any) -> dict[str, Tensor | 
     return made
 
 
-def unified_masks(config: Any, types: Tensor | None, **call: Any) -> dict[str, Tensor | None]:
-    """The masks that ``Gemma4UnifiedModel`` makes in its forward; what it makes for ``generate`` is something else."""
-    if types is not None:
-        device = call["inputs_embeds"].device
-        call["block_sequence_ids"] = unified.get_block_sequence_ids_for_mask(types, device=device)
-    return text_masks(config, **call)
+FAMILY = Family(
+    modeling.Gemma4TextModel, modeling.Gemma4TextAttention, forward, modeling.Gemma4Model, "mm_token_type_ids", masks
+)
