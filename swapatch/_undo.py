@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ._errors import PatchConflictError, explain
+
+logger = logging.getLogger("swapatch")
 
 
 class Missing:
@@ -48,6 +51,7 @@ class UndoLog:
         before = vars(owner).get(name, Missing)
         setattr(owner, name, value)
         self.slots.append(_Slot(label, owner, name, before, value))
+        logger.debug("replaced: %s", label)
 
     def hook_before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Register a hook that runs before the module's forward and may change its arguments."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType, TracebackType
 from typing import Any
 
@@ -51,6 +52,12 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
         PatchConflictError: somebody else has replaced what swapatch would replace.
         SpyreContractError: the Spyre operator is asked for and is missing, or has an older form.
         ValueError: an unknown layout or backend.
+
+    >>> with patch(model, layout="ring") as handle:
+    ...     handle
+    <swapatch: Gemma3ForCausalLM, 5 of 6 layers, window 64, ring 64 rows, auto, active>
+    >>> is_patched(model)
+    False
     """
     check_layout(layout)
     if backend not in NAMES:
@@ -84,6 +91,10 @@ def unpatch(model: Any) -> bool:
 
     Raises:
         PatchConflictError: somebody has wrapped a replaced method since; nothing is changed.
+
+    >>> handle = patch(model)
+    >>> unpatch(model), unpatch(model)
+    (True, False)
     """
     handle = _find_handle(model)
     if handle is None:
@@ -102,7 +113,14 @@ def is_patched(model: Any) -> bool:
 
 
 def status(model: Any) -> Status:
-    """What the patch of a model is, and whether anybody has changed a replaced method since."""
+    """What the patch of a model is, and whether anybody has changed a replaced method since.
+
+    >>> status(model)
+    Status(patched=False, layout=None, backend=None, window=None, sliding_layers=(), layers=0, irregular=())
+    >>> with patch(model):
+    ...     status(model).sliding_layers
+    (0, 1, 2, 3, 4)
+    """
     handle = _find_handle(model)
     if handle is None or handle.plan is None:
         return Status(patched=False)
@@ -140,7 +158,20 @@ class Status:
 
 
 class PatchHandle:
-    """What :func:`patch` returns. As a context manager it undoes the patch on leaving the block."""
+    """What :func:`patch` returns. As a context manager it undoes the patch on leaving the block.
+
+    Attributes:
+        model: the patched model.
+        plan: what was found in its config; None when swapatch was switched off.
+        layout, backend: the options of the patch.
+
+    >>> handle = patch(model)
+    >>> handle.active, handle.plan.window
+    (True, 64)
+    >>> handle.undo()
+    >>> handle
+    <swapatch: Gemma3ForCausalLM, 5 of 6 layers, window 64, anchored 128 rows, auto, inactive>
+    """
 
     def __init__(self, model: Any, plan: ModelPlan | None, layout: str, backend: str, log: UndoLog) -> None:
         self.model = model
@@ -253,9 +284,11 @@ def _forward_slot(module: nn.Module) -> str:
 
 def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
     log = handle._log
+    shown = f"swapatch: window {plan.window}, {handle.layout}, {handle.backend}"
     for name, attention in parts.attentions:
         slot = _forward_slot(attention)
         log.set(f"{name}.{slot}", attention, slot, MethodType(parts.family.forward, attention))
+        log.set(f"{name}.extra_repr", attention, "extra_repr", partial(str, shown))  # what print(model) shows
     options = Options(handle.layout, handle.backend, causal=not plan.bidirectional)
     types_name = parts.family.types_name if plan.bidirectional else None
     for name, generator in parts.generators:

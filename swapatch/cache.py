@@ -301,6 +301,14 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
     Raises:
         UnsupportedModelError: for a model or config that swapatch does not know.
         ValueError: for an unknown layout.
+
+    >>> cache = CompactCache(model)
+    >>> for step in range(3):
+    ...     keys, values = cache.update(torch.ones(1, 2, 100, 16), torch.ones(1, 2, 100, 16), layer_idx=0)
+    >>> keys.shape  # 63 old rows and the new ones
+    torch.Size([1, 2, 163, 16])
+    >>> cache.layers[0]
+    AnchoredLayer(window=64, rows=128, seen=300)
     """
 
     def __init__(self, model_or_config: Any, *, max_cache_len: int | None = None, layout: str = "anchored") -> None:

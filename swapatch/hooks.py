@@ -8,6 +8,7 @@ weights wanted, a ready-made mask), the layers get a mask or None as ever, and r
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ from .plan import GLOBAL, SLIDING, text_config
 from .spyre_step import SpyreDecode, SpyrePrefill
 from .step import DecodeStep, FixedStep, Step
 from .switch import is_disabled
+
+logger = logging.getLogger("swapatch")
 
 FAST_ATTENTION = ("sdpa", "eager")
 """Attention implementations that swapatch stands in for; with another one the stock code attends compact rows."""
@@ -88,6 +91,8 @@ class StepHook:
                 # As stock counts them, but here: a compiled forward would take the length for a constant.
                 positions = torch.arange(*masks[SLIDING].queries, device=given[0].device)
                 call["position_ids"] = positions.unsqueeze(0)
+        else:
+            logger.debug("left to stock: %s cache, %s", type(cache).__name__, config._attn_implementation)
         return (), call
 
 
@@ -135,6 +140,7 @@ def begin(
         step = SpyreDecode(cache, rule, queries, attention)
     else:
         step = (FixedStep if cache.fixed else DecodeStep)(cache, rule, queries, attention)
+    logger.debug("positions %d to %d: %s, %s, %r", *queries, type(step).__name__, backend, cache.sliding[0])
     return {GLOBAL: full, SLIDING: step}
 
 

@@ -209,6 +209,10 @@ def compare(
         UnsupportedModelError: swapatch cannot patch the model, or it cannot generate.
         AlreadyPatchedError: it is patched with another layout or backend.
         SwapatchError: there was nothing to compare: swapatch is switched off, or stock code ran on both sides.
+
+    >>> verdict = compare(model, torch.arange(5, 95)[None])
+    >>> verdict.same, verdict.token
+    (True, None)
     """
     if is_disabled():
         found = f"swapatch is switched off (disabled(), or {VARIABLE})"

@@ -1,10 +1,12 @@
 """A patched model against itself unpatched: nothing is found where there is nothing, and planted faults are."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import debug
 import pytest
 import torch
 from compare import TOL, assert_unchanged, greedy, snapshot, teacher_forced
@@ -353,3 +355,15 @@ def test_an_error_on_the_way_leaves_nothing_behind() -> None:
         compare(model, named_ids(model, 1, PROMPT), unused_argument=3)
     assert_unchanged(model, snap)
     assert not swapatch.is_patched(model)
+
+
+def test_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """`scripts/debug.py` finds the fault it planted: first in layer 0, and gone with the reference."""
+    debug.main()
+    shown = capsys.readouterr().out
+    assert "swapatch: window 16, anchored, auto" in shown  # print(model)
+    tokens = {name: re.search(rf"{re.escape(name)} +(\[.*\])", shown) for name in ("patched", "disabled()", "DISABLE")}
+    found = {name: match and match[1] for name, match in tokens.items()}
+    assert found["patched"] != found["disabled()"] == found["DISABLE"]
+    assert "begins in layer 0 (sliding)" in shown
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("verdict")] == ["different", "same"]
