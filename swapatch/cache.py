@@ -8,6 +8,7 @@ no query can see any more. What it returns from ``update`` and says of itself is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -98,12 +99,15 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         raise NotImplementedError
 
     def _move(self, origin: int, rows: int) -> None:
-        """Into fresh zeros: a buffer cannot shift into itself in one copy, and rows left over must be zero."""
+        """Into fresh buffers, for one cannot shift into itself in one copy; nothing changes until they are complete."""
         kept = Span(max(origin, self.origin), max(origin, self.seen))
-        held = self.read(kept)
-        self.keys, self.values = (_zeros(old, rows) for old in (self.keys, self.values))
-        self.origin = origin
-        self._fill(kept, *held)
+        moved = copy(self)
+        moved.origin = origin
+        moved.keys, moved.values = (_fresh(old, rows) for old in (self.keys, self.values))
+        moved._fill(kept, *self.read(kept))
+        if not _born_zero(self.keys):
+            moved._fill(Span(kept.stop, origin + rows), 0.0, 0.0)
+        self.keys, self.values, self.origin = moved.keys, moved.values, origin
 
     def read(self, positions: Span) -> tuple[Tensor, Tensor]:
         """Keys and values at these positions in time order, ``[batch, kv_heads, positions, head_dim]``.
@@ -188,6 +192,11 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def activate_past_recording(self) -> None:
         """From now on keep what ``crop`` needs to take tokens back, until the next ``crop``."""
         self.record_past = True
+
+    @property
+    def torn(self) -> bool:
+        """Whether rows that the next token sees are gone: room was made for tokens that were never counted."""
+        return self.seen - past_size(self.seen, self.sliding_window) < self.origin
 
     def crop_error(self, tokens: int) -> str | None:
         """Why the last ``tokens`` tokens cannot be taken back, or None when they can."""
@@ -321,11 +330,29 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         super().__init__(layers=stock.layers)
         for index in self.plan.owners:
             self.layers[index] = LAYOUTS[layout](self.plan.window, fixed=self.fixed)
+        # The tokens seen when a forward began, until it ends: one that was interrupted leaves it behind.
+        self.begun: int | None = None
 
     @property
     def sliding(self) -> list[SlidingLayer]:
         """The layers with a bounded buffer."""
         return [cast(SlidingLayer, self.layers[index]) for index in self.plan.owners]
+
+    def lengths(self) -> list[int]:
+        """How many tokens the layers have seen, each number once; more than one only after an interrupted forward.
+
+        The global layers are asked only if there was one: static ones count on the device, and asking means waiting.
+        """
+        seen = {layer.seen for layer in self.sliding}
+        if self.begun is not None:
+            own = [self.layers[layer.index] for layer in self.plan.layers if not layer.shared]
+            seen |= {self.begun, *(int(layer.get_seq_length()) for layer in own)}
+        return sorted(seen)
+
+    def reset(self) -> None:
+        """Forget everything: as good as new."""
+        super().reset()
+        self.begun = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens on every layer, or raise and leave every layer as it is.
@@ -385,3 +412,16 @@ def _zeros(like: Tensor, rows: int) -> Tensor:
     batch, heads, _, dim = like.shape
     with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
         return spyre.zeros((batch, heads, rows, dim), like.dtype, like.device)
+
+
+def _fresh(like: Tensor, rows: int) -> Tensor:
+    if _born_zero(like):
+        return _zeros(like, rows)
+    batch, heads, _, dim = like.shape
+    with torch.inference_mode(False):
+        return torch.empty((batch, heads, rows, dim), dtype=like.dtype, device=like.device)
+
+
+def _born_zero(like: Tensor) -> bool:
+    """Whether zeros come with the allocation, as on a card, where filling some rows would go through the host."""
+    return like.device.type == spyre.DEVICE

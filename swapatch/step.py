@@ -154,8 +154,9 @@ class DecodeStep(Step):
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         buffer: Any = self.cache.layers[layer]
-        buffer.keys.select(2, self.row).copy_(key.select(2, 0))
-        buffer.values.select(2, self.row).copy_(value.select(2, 0))
+        row = self.row
+        buffer.keys[:, :, row : row + 1] = key
+        buffer.values[:, :, row : row + 1] = value
         return rows_of(buffer.keys, self.rows), rows_of(buffer.values, self.rows)
 
     def _make_rectangles(self, like: Tensor) -> list[Rectangle]:
