@@ -35,7 +35,15 @@ import torch
 import transformers
 from checkpoint import checkpoint_path
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+)
 from transformers.cache_utils import (
     Cache,
     DynamicSlidingWindowLayer,
@@ -47,11 +55,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
 
 import swapatch
-from swapatch import hooks
-from swapatch._compat import CACHE_NAME
+from swapatch import hooks, step
+from swapatch._compat import CACHE_NAME, kv_shape
 from swapatch.attention import BACKENDS
+from swapatch.attention.windowed import PREFILL_BLOCK
 from swapatch.geometry import Span
 from swapatch.masks import CausalWindow
+from swapatch.plan import plan_model
 from swapatch.step import DecodeStep, FixedStep, Step
 
 SCHEMA = 1
@@ -99,6 +109,7 @@ class Sizes:
     seconds: float
     layer_prefill: tuple[Shape, ...]
     layer_lengths: tuple[int, ...]
+    blocks: tuple[int, ...]  # queries in one
     layer_decode: tuple[Shape, ...]
     layer_context: int
     layer_steps: int  # in a round; 64 of them, so that each round has one roll of an anchored buffer
@@ -108,7 +119,10 @@ class Sizes:
     chunk_to: int  # chunked prefill is measured up to this length
     eager_to: int
     flex_at: int
+    parts: int  # prompt length
     contexts: tuple[int, ...]
+    few_contexts: tuple[int, ...]  # of the other models
+    gemma4: dict[str, int]
     decode_steps: int
     memory: dict[str, tuple[int, ...]]
     compiled: dict[str, int]
@@ -123,6 +137,7 @@ FULL = Sizes(
     seconds=2.0,
     layer_prefill=(Shape(512, 4, 1), Shape(1024, 8, 4)),
     layer_lengths=(2048, 4096, 8192, 16384),
+    blocks=(64, 128, 256, 512, 1024),
     layer_decode=(Shape(512, 4, 1), Shape(1024, 4, 2)),
     layer_context=4096,
     layer_steps=64,
@@ -132,7 +147,22 @@ FULL = Sizes(
     chunk_to=4096,
     eager_to=2048,
     flex_at=2048,
+    parts=8192,
     contexts=(1, 512, 2048, 8192, 16384),
+    few_contexts=(1, 2048, 16384),
+    # As wide as Gemma 4 E2B, with fewer layers and tokens.
+    gemma4={
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "sliding_window": 512,
+        "vocab_size": 40000,
+        "vocab_size_per_layer_input": 40000,
+    },
     decode_steps=8,
     memory={"stock": (4096, 8192, 16384), "swapatch": (4096, 8192, 16384, 32768)},
     # As wide as Gemma 3 1B. The vocabulary is smaller in the same proportion as the layers are fewer, so that the head
@@ -169,6 +199,7 @@ QUICK = Sizes(
     seconds=0.1,
     layer_prefill=(Shape(64, 4, 1, 32),),
     layer_lengths=(128, 256),
+    blocks=(64, 256),
     layer_decode=(Shape(64, 4, 2, 32),),
     layer_context=200,
     layer_steps=8,
@@ -178,7 +209,15 @@ QUICK = Sizes(
     chunk_to=256,
     eager_to=256,
     flex_at=0,
+    parts=256,
     contexts=(1, 200),
+    few_contexts=(200,),
+    gemma4={
+        **{name: size for name, size in TOY.items() if name != "num_hidden_layers"},
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": TOY["vocab_size"],
+    },
     decode_steps=4,
     memory={"stock": (1024, 2048), "swapatch": (1024, 2048)},
     compiled=TOY,
@@ -368,12 +407,26 @@ def prefill_layer_ways(shape: Shape, tokens: int, dtype: torch.dtype) -> dict[st
     rows = random_rows(shape, tokens, dtype)
     mask, stock = stock_mask(shape, tokens, dtype), stock_attention(shape)
     queries = Span(0, tokens)
-    step = Step(swapatch.CompactCache(layer_config(shape)), CausalWindow(shape.window), queries, BACKENDS["windowed"])
-    step.rectangles(rows[0])
+    ours = Step(swapatch.CompactCache(layer_config(shape)), CausalWindow(shape.window), queries, BACKENDS["windowed"])
+    ours.rectangles(rows[0])
     return {
         "sdpa": lambda: timed(lambda: stock(*rows, mask)),
-        "swapatch": lambda: timed(lambda: step.attend(*rows, shape.dim**-0.5)),
+        "swapatch": lambda: timed(lambda: ours.attend(*rows, shape.dim**-0.5)),
     }
+
+
+def blocks(options: Options) -> Iterator[Row]:
+    """The same with other numbers of queries in a block; the ratio is over the block that swapatch takes."""
+    sizes, tokens = options.sizes, options.sizes.layer_lengths[-2]
+    for shape, dtype in product(sizes.layer_prefill, TOLERANCES):
+        about = {"case": "blocks", "model": "one sliding layer", "tokens": tokens, "dtype": name_of(dtype)}
+        ways = {}
+        for size in (PREFILL_BLOCK, *(size for size in sizes.blocks if size != PREFILL_BLOCK)):
+            with mock.patch.object(step, "PREFILL_BLOCK", size):
+                ways[f"block of {size}"] = prefill_layer_ways(shape, tokens, dtype)["swapatch"]
+        result = compare(ways, dtype, options)
+        for name in list(ways)[1:]:
+            yield result.row(name, f"block of {PREFILL_BLOCK}", setting=str(shape), **about)
 
 
 @dataclass
@@ -535,6 +588,20 @@ def random_model(config: dict[str, int], dtype: torch.dtype) -> Any:
     return made.to(dtype).eval()
 
 
+def random_gemma4(config: dict[str, int], dtype: torch.dtype) -> Any:
+    """With per-layer embeddings, and a second half of its layers that shares the first one's keys and values."""
+    half = ["sliding_attention", "sliding_attention", "full_attention"]
+    shared = {"layer_types": half * 2, "num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+    made = Gemma4ForCausalLM(Gemma4TextConfig(**config, **shared, pad_token_id=0, eos_token_id=1))
+    return made.to(dtype).eval()
+
+
+def random_name(config: Any) -> str:
+    family = "Gemma 4 with PLE and sharing" if config.model_type == "gemma4_text" else "Gemma 3"
+    layers = f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, W={config.sliding_window}"
+    return f"random {family}, {layers}"
+
+
 def patched_if(wanted: bool, model: Any) -> AbstractContextManager[Any]:
     return swapatch.patch(model) if wanted else nullcontext()
 
@@ -617,16 +684,66 @@ def flex(model: Subject, tokens: int, dtype: torch.dtype, options: Options) -> I
         yield Row(unit="s", stock="stock flex", note=f"does not run here: {one_line(error)}", **about)
 
 
+PARTS = {"sliding attention": "sliding_attention", "global attention": "full_attention"}
+
+
+def parts(options: Options) -> Iterator[Row]:
+    """What the time of a long prefill goes into: clocks before and after the modules, projections included."""
+    model, tokens = subject(options.quick, torch.bfloat16), options.sizes.parts
+    ids, about = model.prompt(tokens), {"case": "parts", "model": model.name, "tokens": tokens, "dtype": "bfloat16"}
+    found = {name: seconds_by_part(model.model, ids, name == "swapatch") for name in ("stock sdpa", "swapatch")}
+    for part in found["swapatch"]:
+        stock, ours = found["stock sdpa"][part], found["swapatch"][part]
+        share = f"{ours / found['swapatch']['all']:.0%} of swapatch's time"
+        own = {"stock": "stock sdpa", "stock_value": stock, "patched": "swapatch", "patched_value": ours}
+        yield Row(setting=part, unit="s", **about, **own, ratio=stock / ours, note=share)
+
+
+def seconds_by_part(model: Any, ids: Tensor, patched: bool) -> dict[str, float]:
+    """Seconds in the attention of each kind of layer, in the MLPs, and in all; the rest is norms, head and masks."""
+    spent: dict[str, float] = dict.fromkeys((*PARTS, "MLP"), 0.0)
+    names = {kind: part for part, kind in PARTS.items()}
+
+    def clock(module: Any, part: str) -> list[Any]:
+        started: list[float] = []
+
+        def stop(*_: Any) -> None:
+            spent[part] += time.perf_counter() - started.pop()
+
+        before = module.register_forward_pre_hook(lambda *_: started.append(time.perf_counter()))
+        return [before, module.register_forward_hook(stop)]
+
+    hooked = []
+    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+        hooked += clock(layer.self_attn, names[kind]) + clock(layer.mlp, "MLP")
+    run = prefill_way(model, ids, patched=patched)
+    run()
+    spent.update(dict.fromkeys(spent, 0.0))
+    whole, _ = run()
+    for hook in hooked:
+        hook.remove()
+    return {**spent, "rest": whole - sum(spent.values()), "all": whole}
+
+
 def decode(options: Options) -> Iterator[Row]:
     """A whole decode step, over caches that hold random rows: how long it takes does not depend on what is in them."""
-    dtype, sizes = torch.bfloat16, options.sizes
-    model = subject(options.quick, dtype)
-    for context in sizes.contexts:
-        about = {"case": "decode", "model": model.name, "tokens": context, "dtype": name_of(dtype)}
-        result = compare(decode_ways(model.model, context, dtype, options), dtype, options)
-        for stock, patched in product(("stock dynamic", "stock static"), ("swapatch anchored", "swapatch ring")):
-            yield result.row(stock, patched, setting="one step", **about)
-        yield mask_work(model, context, dtype, options)
+    dtype = torch.bfloat16
+    for name, model, contexts in decode_models(dtype, options):
+        for context in contexts:
+            about = {"case": "decode", "model": name, "tokens": context, "dtype": name_of(dtype)}
+            result = compare(decode_ways(model, context, dtype, options), dtype, options)
+            for stock, patched in product(("stock dynamic", "stock static"), ("swapatch anchored", "swapatch ring")):
+                yield result.row(stock, patched, setting="one step", **about)
+            yield mask_work(name, model, context, dtype, options)
+
+
+def decode_models(dtype: torch.dtype, options: Options) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """A name, the model, and the contexts to measure it at."""
+    sizes, model = options.sizes, subject(options.quick, dtype)
+    yield model.name, model.model, sizes.contexts
+    torch.manual_seed(0)
+    for other in (random_model(sizes.compiled, dtype), random_gemma4(sizes.gemma4, dtype)):
+        yield random_name(other.config), other, sizes.few_contexts
 
 
 def decode_ways(model: Any, context: int, dtype: torch.dtype, options: Options) -> dict[str, Way]:
@@ -644,11 +761,14 @@ def decode_ways(model: Any, context: int, dtype: torch.dtype, options: Options) 
 
 
 def fill(cache: Any, config: Any, tokens: int, dtype: torch.dtype) -> None:
-    """Random rows in every layer of a cache, the same for every cache."""
-    shape = Shape(0, 1, config.num_key_value_heads, config.head_dim)
-    _, key, value = random_rows(shape, tokens, dtype)
-    for layer in cache.layers:
-        layer.update(key, value)
+    """Random rows in every layer of a cache that has its own, the same for every cache.
+
+    All values share a part: the mean of unrelated ones is almost nothing, and the norm after it would blow up rounding.
+    """
+    for planned in plan_model(config).layers:
+        if not planned.shared:
+            _, key, value = random_rows(Shape(0, 1, *kv_shape(config, planned.index)), tokens, dtype)
+            cache.layers[planned.index].update(key, value + value[:, :, :1])
 
 
 def decode_way(model: Any, cache: Any, steps: int, patched: bool) -> Way:
@@ -667,10 +787,10 @@ def decode_way(model: Any, cache: Any, steps: int, patched: bool) -> Way:
     return run
 
 
-def mask_work(model: Subject, context: int, dtype: torch.dtype, options: Options) -> Row:
+def mask_work(name: str, model: Any, context: int, dtype: torch.dtype, options: Options) -> Row:
     """The part of a step that goes into masks, indices and rolls, which all sliding layers share."""
-    cache = swapatch.CompactCache(model.model.config)
-    fill(cache, model.model.config, context, dtype)
+    cache = swapatch.CompactCache(model.config)
+    fill(cache, model.config, context, dtype)
     spent, begin = [], hooks.begin
 
     def clocked(*args: Any) -> Any:
@@ -678,20 +798,20 @@ def mask_work(model: Subject, context: int, dtype: torch.dtype, options: Options
         spent.append(seconds)
         return masks
 
-    way = decode_way(model.model, cache, 1, patched=True)
+    way = decode_way(model, cache, 1, patched=True)
     way()
     with mock.patch.object(hooks, "begin", clocked):
-        parts = []
+        shares = []
         for _ in range(2 * options.sizes.decode_steps):
             seconds, _ = way()
-            parts.append(spent[-1] / seconds)
-    about = {"model": model.name, "tokens": context, "dtype": name_of(dtype), "rounds": len(parts)}
+            shares.append(spent[-1] / seconds)
+    about = {"model": name, "tokens": context, "dtype": name_of(dtype), "rounds": len(shares)}
     return Row(
         case="decode",
         setting="beginning a step: both masks, write index, roll; part of the step's time",
         unit="fraction",
         patched="swapatch anchored",
-        patched_value=statistics.median(parts),
+        patched_value=statistics.median(shares),
         note=f"median {statistics.median(spent) * 1e6:.0f} us",
         **about,
     )
@@ -797,7 +917,7 @@ def compiled(options: Options) -> Iterator[Row]:
     for name, (model, cache) in caches.items():
         fill(cache, config, tokens, dtype)
         ways[name] = decode_way(torch.compile(model), cache, sizes.decode_steps, patched=False)
-    about = {"case": "compiled", "model": compiled_name(config), "setting": "one step", "dtype": name_of(dtype)}
+    about = {"case": "compiled", "model": random_name(config), "setting": "one step", "dtype": name_of(dtype)}
     try:
         for way in ways.values():
             way()
@@ -808,10 +928,6 @@ def compiled(options: Options) -> Iterator[Row]:
         return
     for name in ("swapatch anchored, compiled", "swapatch ring, compiled"):
         yield result.row("stock static, compiled", name, tokens=tokens, **about)
-
-
-def compiled_name(config: Any) -> str:
-    return f"random Gemma 3, {config.num_hidden_layers} layers, hidden {config.hidden_size}, W={config.sliding_window}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -937,8 +1053,10 @@ def best_flops(size: int, dtype: torch.dtype) -> float:
 
 CASES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "layer-prefill": layer_prefill,
+    "blocks": blocks,
     "layer-decode": layer_decode,
     "prefill": prefill,
+    "parts": parts,
     "decode": decode,
     "memory": memory,
     "compiled": compiled,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 OPTIONS = bench.Options(bench.QUICK, quick=True, rounds=1)
-IN_PROCESS = ("layer-prefill", "layer-decode", "prefill", "decode", "roofline")
+IN_PROCESS = ("layer-prefill", "blocks", "layer-decode", "prefill", "decode", "roofline")
 
 
 @pytest.fixture(scope="module")
