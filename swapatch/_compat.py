@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import create_causal_mask
 
 from ._errors import UnsupportedVersionError, explain
@@ -31,6 +32,14 @@ def kv_shape(config: Any, layer: int) -> tuple[int, int]:
     """
     own = config.per_layer_config[layer]
     return int(own.num_key_value_heads), int(own.head_dim)
+
+
+def reset_layer(layer: Any) -> None:
+    """Reset one layer of a cache; a dynamic one keeps its rows, as zeros, in transformers 5.15."""
+    layer.reset()
+    if isinstance(layer, DynamicLayer) and layer.get_seq_length():
+        layer.keys = layer.values = None
+        layer.is_initialized = False
 
 
 OLDEST, NEWEST = (5, 15), (5, 24)

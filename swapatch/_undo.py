@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -27,16 +28,36 @@ class _Slot:
     before: Any
     ours: Any
 
-    def taken_by(self) -> Any:
-        """What sits in the slot in the place of ours, or Missing."""
-        now = vars(self.owner).get(self.name, Missing)
-        return Missing if now is self.ours else now
+    @property
+    def place(self) -> str:
+        """The attribute that holds ours: accelerate gives a forward back its name when it takes a hook off it."""
+        if self.name in vars(self.owner):
+            return self.name
+        return next((name for name, value in vars(self.owner).items() if value is self.ours), self.name)
+
+    def now(self) -> Any:
+        """What is there now, or Missing."""
+        return vars(self.owner).get(self.place, Missing)
 
     def restore(self) -> None:
+        place = self.place
         if self.before is not Missing:
-            setattr(self.owner, self.name, self.before)
-        elif self.name in vars(self.owner):
-            delattr(self.owner, self.name)
+            setattr(self.owner, place, self.before)
+        elif place in vars(self.owner):
+            delattr(self.owner, place)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        bound = type(self.ours) is MethodType and self.now() is self.ours  # isinstance is true of wrapt's wrappers too
+        ours = self.ours.__func__ if bound else self.ours
+        return _load_slot, (self.label, self.owner, self.place, self.before, ours, bound)
+
+
+def _load_slot(label: str, owner: Any, name: str, before: Any, ours: Any, bound: bool) -> _Slot:
+    """A slot of a loaded model. A bound method is its name alone in a pickle, so ours came back as the class has it."""
+    if bound:
+        ours = MethodType(ours, owner)
+        setattr(owner, name, ours)
+    return _Slot(label, owner, name, before, ours)
 
 
 @dataclass
@@ -49,8 +70,8 @@ class UndoLog:
     def set(self, label: str, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name`` and remember what the object itself had there (not what its class has)."""
         before = vars(owner).get(name, Missing)
+        self.slots.append(_Slot(label, owner, name, before, value))  # first: an interrupt may come in between
         setattr(owner, name, value)
-        self.slots.append(_Slot(label, owner, name, before, value))
         logger.debug("replaced: %s", label)
 
     def hook_before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
@@ -63,7 +84,7 @@ class UndoLog:
 
     def irregular(self) -> list[str]:
         """The attributes that somebody has changed since."""
-        return [slot.label for slot in self.slots if vars(slot.owner).get(slot.name, Missing) is not slot.ours]
+        return [slot.label for slot in self.slots if slot.now() is not slot.ours]
 
     def undo(self) -> None:
         """Put everything back, last change first. Calling it again does nothing.
@@ -72,7 +93,8 @@ class UndoLog:
             PatchConflictError: when somebody else sits on one of our attributes; nothing is changed then.
         """
         for slot in self.slots:
-            if (intruder := slot.taken_by()) is not Missing:
+            intruder = slot.now()
+            if not any(intruder is known for known in (slot.ours, slot.before, Missing)):
                 raise PatchConflictError(
                     explain(
                         f"{slot.label} is {_describe(intruder)} by now",
@@ -80,10 +102,12 @@ class UndoLog:
                         "take that wrapper off first, then undo again",
                     )
                 )
-        while self.hooks:
-            self.hooks.pop().remove()
+        while self.hooks:  # struck off once it is done, so that an undo that was interrupted can be called again
+            self.hooks[-1].remove()
+            self.hooks.pop()
         while self.slots:
-            self.slots.pop().restore()
+            self.slots[-1].restore()
+            self.slots.pop()
 
 
 def _describe(thing: Any) -> str:

@@ -284,6 +284,7 @@ def _forward_slot(module: nn.Module) -> str:
 
 def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
     log = handle._log
+    log.set(_HANDLE, parts.text, _HANDLE, handle)  # taken off last: an undo that was interrupted finds it again
     shown = f"swapatch: window {plan.window}, {handle.layout}, {handle.backend}"
     for name, attention in parts.attentions:
         slot = _forward_slot(attention)
@@ -301,4 +302,3 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
         log.hook_before(module, StepHook(options, parts.family.masks, types_name))
     log.hook_before(parts.text, StepHook(options, text_masks))
     log.hook_after(parts.text, commit_hook)
-    log.set(_HANDLE, parts.text, _HANDLE, handle)

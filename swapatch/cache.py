@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
+from ._compat import reset_layer
 from ._errors import CacheStateError, UnsupportedModelError, explain
 from .attention import spyre
 from .geometry import Span, anchored_rows, ceil64, past_size, ring_pieces, ring_rows, roll_origin
@@ -351,7 +352,8 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def reset(self) -> None:
         """Forget everything: as good as new."""
-        super().reset()
+        for layer in self.layers:
+            reset_layer(layer)
         self.begun = None
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -92,6 +92,8 @@ class StepHook:
                 positions = torch.arange(*masks[SLIDING].queries, device=given[0].device)
                 call["position_ids"] = positions.unsqueeze(0)
         else:
+            if isinstance(cache, CompactCache):
+                _enter(cache, given[0].shape[0])
             logger.debug("left to stock: %s cache, %s", type(cache).__name__, config._attn_implementation)
         return (), call
 
@@ -115,7 +117,7 @@ def begin(
     """
     batch, tokens = like.shape[:2]
     backend = choose(options.backend, like.device)
-    _check_cache(cache, batch)
+    _enter(cache, batch)
     if backend == "spyre":
         spyre.operator()
         spyre.check_dtype(like.dtype)
@@ -144,17 +146,18 @@ def begin(
     return {GLOBAL: full, SLIDING: step}
 
 
-def _check_cache(cache: CompactCache, batch: int) -> None:
-    layers = cache.sliding
-    lengths = sorted({layer.seen for layer in layers})
-    if len(lengths) > 1:
+def _enter(cache: CompactCache, batch: int) -> None:
+    """Refuse a cache that an interrupted forward left half written, and note that a new one begins."""
+    layers, lengths = cache.sliding, cache.lengths()
+    if len(lengths) > 1 or any(layer.torn for layer in layers):
         raise CacheStateError(
             explain(
-                f"sliding layers that have seen {lengths} tokens",
+                f"layers that have seen {lengths} tokens, {sum(layer.torn for layer in layers)} of them lack rows",
                 "a cache whose layers have all seen the same tokens",
                 "start a new cache: an interrupted forward left this one half written",
             )
         )
+    cache.begun = lengths[0]
     if lengths[0] and layers[0].keys.shape[0] != batch:
         raise CacheStateError(
             explain(
@@ -168,13 +171,14 @@ def _check_cache(cache: CompactCache, batch: int) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def commit_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """The hook after the text model's forward: the step is done, its tokens count."""
-    step = _sliding_mask(kwargs)
-    if not isinstance(step, Step):
-        return
-    step.commit()
-    shared = getattr(output, "shared_kv_states", None)
-    if shared and SLIDING in shared:
-        shared[SLIDING] = step.shared(*shared[SLIDING])
+    step, cache = _sliding_mask(kwargs), cache_in(kwargs)
+    if isinstance(step, Step):
+        step.commit()
+        shared = getattr(output, "shared_kv_states", None)
+        if shared and SLIDING in shared:
+            shared[SLIDING] = step.shared(*shared[SLIDING])
+    if isinstance(cache, CompactCache):
+        cache.begun = None
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -191,7 +191,8 @@ def global_mask(
     globals_ = [layer for layer in cache.layers if getattr(layer, "is_sliding", None) is False]
     if not globals_:
         return None
-    seen = globals_[0].get_seq_length()
+    # A sliding layer counts in numbers; a static global one in a tensor, which is where that layer is.
+    seen = next(layer.get_seq_length() for layer in cache.layers if getattr(layer, "is_sliding", False))
     last = seen + like.shape[1] - 1
     ranges = Cache(layers=[globals_[0], _Range(seen, Span(last, last + 1), is_sliding=True)])
     masks = maker(types=types, inputs_embeds=like, attention_mask=attention_mask, **{CACHE_NAME: ranges})

@@ -34,9 +34,8 @@ class SpyreDecode(FixedStep):
         held: Any = self.cache.layers[layer.layer_idx] if shared is None else None
         buffers = (held.keys, held.values) if shared is None else shared
         hidden, cos, sin = (_padded(states, 1) for states in (hidden, *position))
-        out, keys, values = spyre.decode(
-            project, layer, hidden, (cos, sin), buffers, self.index, self.mask, self.rule.window
-        )
+        index, mask = self.index.to(hidden.device), self.mask.to(hidden.device)
+        out, keys, values = spyre.decode(project, layer, hidden, (cos, sin), buffers, index, mask, self.rule.window)
         if held is not None:
             held.keys, held.values = keys, values  # what the call returned is current, not what it was given
         return out, keys, values
@@ -101,7 +100,7 @@ class SpyrePrefill(Step):
             part = self.rule.allowed(self.queries, self.keys, torch.device("cpu"))
             allowed[:, :, : self.queries.size, first : first + self.keys.size] = part
             self._mask = spyre.additive(allowed, self.dtype, device)
-        return self._mask
+        return self._mask.to(device)
 
     def __getitem__(self, index: tuple[Any, Any, slice, Any]) -> Step:
         part: Any = super().__getitem__(index)

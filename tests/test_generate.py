@@ -866,14 +866,16 @@ def test_generate_batch(name: str, layout: str, made: list[swapatch.CompactCache
         return {name: torch.tensor(request.generated_tokens) for name, request in done.items() if not request.error}
 
     want = outcome(model, None, call)
+    if isinstance(want, Run):
+        for one, tokens in zip(prompts, want.output.values(), strict=False):
+            alone = generate(model, 20, input_ids=torch.tensor([one])).sequences[0, len(one) :]
+            if OLD and not torch.equal(tokens, alone):
+                pytest.skip(f"transformers {transformers.__version__} gives a batch other tokens than one prompt alone")
+            assert torch.equal(tokens, alone)
     got = outcome(model, layout, call)
     if assert_same_outcome(got, want) and want.output:
         assert (got.compact, got.stock) == (0, want.stock)
         assert len(want.output) == 2
-        # What each prompt gives alone; in 5.15 stock's own batch differs from that.
-        for one, tokens in zip(prompts, got.output.values(), strict=True) if not OLD else ():
-            alone = generate(model, 20, input_ids=torch.tensor([one])).sequences[0, len(one) :]
-            assert torch.equal(tokens, alone)
     assert bool(want.output) or OLD or not name.startswith("gemma3")
     assert not made
 
