@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Stati
 from ._compat import reset_layer
 from ._errors import CacheStateError, UnsupportedModelError, explain
 from .attention import spyre
-from .geometry import Span, anchored_rows, ceil64, past_size, ring_pieces, ring_rows, roll_origin
+from .geometry import Span, anchored_rows, ceil64, past, ring_pieces, ring_rows, roll_origin
 from .plan import ModelPlan, plan_model, text_config
 
 
@@ -89,7 +89,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Make sure that ``tokens`` more rows can be written: forget what may go, grow only while recording."""
         stop = self.seen + tokens
         takeback = self.recorded + tokens if self.record_past else 0
-        keep = stop - takeback - past_size(stop - takeback, self.sliding_window)
+        keep = past(stop - takeback, self.sliding_window).start
         rows = self.rows
         if stop - self.first_held(stop, rows, keep) > rows:
             rows = self.base_rows(self.sliding_window) + ceil64(takeback)
@@ -129,17 +129,21 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
                 buffer[:, :, slice(*part)] = rows
             done += part.size
 
+    @property
+    def visible_past(self) -> Span:
+        """The positions that a next token can see."""
+        return past(self.seen, self.sliding_window)
+
     def past(self) -> tuple[Tensor, Tensor]:
         """Keys and values that a next token can see, ``[batch, kv_heads, min(seen, W - 1), head_dim]``."""
-        return self.read(Span(self.seen - past_size(self.seen, self.sliding_window), self.seen))
+        return self.read(self.visible_past)
 
     def past_in(self, rows: int) -> tuple[Tensor, Tensor]:
         """The same at the end of this many rows, behind zeros; by copies that stay on the device."""
-        past = Span(self.seen - past_size(self.seen, self.sliding_window), self.seen)
-        found = []
+        seen, found = self.visible_past, []
         for buffer in (self.keys, self.values):
-            first, whole = rows - past.size, _zeros(buffer, rows)
-            for part in self.pieces(past):
+            first, whole = rows - seen.size, _zeros(buffer, rows)
+            for part in self.pieces(seen):
                 whole.narrow(2, first, part.size).copy_(buffer.narrow(2, part.start, part.size))
                 first += part.size
             found.append(whole)
@@ -179,8 +183,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys that ``update`` will return for this many queries, and the position of the first."""
-        past = past_size(self.seen, self.sliding_window)
-        return past + query_length, self.seen - past
+        seen = self.visible_past
+        return seen.size + query_length, seen.start
 
     def get_seq_length(self) -> int:
         """Tokens seen so far, whatever number of rows is left of them."""
@@ -197,7 +201,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     @property
     def torn(self) -> bool:
         """Whether rows that the next token sees are gone: room was made for tokens that were never counted."""
-        return self.seen - past_size(self.seen, self.sliding_window) < self.origin
+        return self.visible_past.start < self.origin
 
     def crop_error(self, tokens: int) -> str | None:
         """Why the last ``tokens`` tokens cannot be taken back, or None when they can."""
@@ -206,7 +210,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         if self.seen >= self.sliding_window and not self.record_past:
             return f"{self.seen} tokens seen, past the window of {self.sliding_window}, and the past is not recorded"
         left = self.seen - tokens
-        if left - past_size(left, self.sliding_window) < self.origin:
+        if past(left, self.sliding_window).start < self.origin:
             return f"the keys before position {self.origin} are gone, and position {left} needs them"
         return None
 
@@ -226,7 +230,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.seen, self.recorded = left, 0
         rows = self.base_rows(self.sliding_window)
         if self.rows > rows:
-            self._move(max(self.origin, left - past_size(left, self.sliding_window)), rows)
+            self._move(max(self.origin, past(left, self.sliding_window).start), rows)
 
     def reset(self) -> None:
         """Forget everything: as good as new, for any batch size."""

@@ -65,13 +65,13 @@ def ring_pieces(positions: Span, rows: int) -> list[Span]:
     return [Span(first, stop)] if stop <= rows else [Span(first, rows), Span(0, stop - rows)]
 
 
-def past_size(seen: int, window: int) -> int:
-    """Number of keys before position ``seen`` that the query at ``seen`` or a later one can still see.
+def past(seen: int, window: int) -> Span:
+    """The keys before position ``seen`` that the query at ``seen`` or a later one can still see.
 
-    >>> past_size(3, 8), past_size(100, 8)
-    (3, 7)
+    >>> past(3, 8), past(100, 8)
+    (Span(start=0, stop=3), Span(start=93, stop=100))
     """
-    return min(seen, window - 1)
+    return Span(max(0, seen - window + 1), seen)
 
 
 def visible(position: int, window: int) -> Span:

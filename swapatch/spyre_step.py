@@ -10,7 +10,7 @@ from torch import Tensor
 from .attention import Attention, spyre
 from .attention.spyre import Projection
 from .cache import CompactCache, SlidingLayer
-from .geometry import Span, ceil64, past_size
+from .geometry import Span, ceil64, past
 from .masks import CausalWindow
 from .step import FixedStep, Step, rows_of
 
@@ -63,10 +63,10 @@ class SpyrePrefill(Step):
     ) -> None:
         super().__init__(cache, rule, queries, attention)
         self.batch, self.dtype, self.causal = batch, dtype, causal
-        self.past = past_size(queries.start, rule.window)
         # Old rows fill whole blocks, however many there are: one shape for every chunk but the first.
         self.old_rows = ceil64(rule.window - 1) if queries.start else 0
         self.new_rows = ceil64(queries.size)
+        self.first = self.old_rows - past(queries.start, rule.window).size  # row of the first key that counts
         self._mask: Tensor | None = None
 
     def run(
@@ -96,9 +96,8 @@ class SpyrePrefill(Step):
         """``[batch, 1, rows, old rows + new rows]``: made on the CPU and moved once, for all layers."""
         if self._mask is None:
             allowed = torch.zeros((self.batch, 1, rows, self.old_rows + self.new_rows), dtype=torch.bool)
-            first = self.old_rows - self.past
             part = self.rule.allowed(self.queries, self.keys, torch.device("cpu"))
-            allowed[:, :, : self.queries.size, first : first + self.keys.size] = part
+            allowed[:, :, : self.queries.size, self.first : self.first + self.keys.size] = part
             self._mask = spyre.additive(allowed, self.dtype, device)
         return self._mask.to(device)
 
@@ -108,8 +107,7 @@ class SpyrePrefill(Step):
         return part  # type: ignore[no-any-return]
 
     def shared(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        first = self.old_rows - self.past
-        seen = Span(first, first + self.keys.size)
+        seen = Span(self.first, self.first + self.keys.size)
         return rows_of(keys, seen).clone(), rows_of(values, seen).clone()
 
 

@@ -16,7 +16,7 @@ from .attention import Attention
 from .attention.spyre import Projection
 from .attention.windowed import PREFILL_BLOCK
 from .cache import CompactCache, SlidingLayer
-from .geometry import Span, past_size
+from .geometry import Span, past
 from .masks import CausalWindow, Rectangle
 
 
@@ -42,7 +42,7 @@ class Step:
     @staticmethod
     def _keys(queries: Span, window: int) -> Span:
         """Positions of the keys that :meth:`write` returns."""
-        return Span(queries.start - past_size(queries.start, window), queries.stop)
+        return Span(past(queries.start, window).start, queries.stop)
 
     def run(
         self,

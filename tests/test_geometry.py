@@ -2,7 +2,7 @@
 
 import pytest
 
-from swapatch.geometry import Span, anchored_rows, ceil64, past_size, query_blocks, roll_origin, visible
+from swapatch.geometry import Span, anchored_rows, ceil64, past, query_blocks, roll_origin, visible
 
 
 @pytest.mark.parametrize("window", range(2, 200))
@@ -10,7 +10,7 @@ def test_visible_and_past(window: int) -> None:
     for position in range(3 * window):
         seen = [key for key in range(3 * window) if 0 <= position - key < window]
         assert list(range(*visible(position, window))) == seen
-        assert past_size(position, window) == len(seen) - 1
+        assert list(range(*past(position, window))) == seen[:-1]
 
 
 @pytest.mark.parametrize("window", (2, 63, 64, 65, 66, 128, 512, 1024))
@@ -19,7 +19,7 @@ def test_a_roll_keeps_what_is_visible_and_makes_room_for_64(window: int) -> None
     assert rows == ceil64(window + 63)
     origin = rolls = 0
     for position in range(4 * rows):
-        moved = roll_origin(origin, position + 1, rows, position + 1 - past_size(position + 1, window))
+        moved = roll_origin(origin, position + 1, rows, past(position + 1, window).start)
         rolls += moved != origin
         origin = moved
         assert origin <= visible(position, window).start
