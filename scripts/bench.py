@@ -312,7 +312,7 @@ def compare(ways: dict[str, Way], dtype: torch.dtype, options: Options) -> Resul
     """Check that all ways compute the same as the first, then time them in turn."""
     start, budget = time.perf_counter(), options.sizes.seconds * len(ways)
     first = {name: way() for name, way in ways.items()}
-    errors = check(first, dtype)
+    errors, tolerance = check(first, dtype)
     warm = max(seconds for seconds, _ in first.values()) >= LONG
     times = {name: [seconds] if warm else [] for name, (seconds, _) in first.items()}
     del first
@@ -322,20 +322,24 @@ def compare(ways: dict[str, Way], dtype: torch.dtype, options: Options) -> Resul
         # There and back: none is always the one that finds the caches as the same other one left them.
         for name in names if done % 2 == 0 else names[::-1]:
             times[name].append(ways[name]()[0])
-    return Result(times, errors, TOLERANCES[dtype])
+    return Result(times, errors, tolerance)
 
 
-def check(first: dict[str, tuple[float, Any]], dtype: torch.dtype) -> dict[str, float]:
-    """How far every way is from the first; an AssertionError if it is too far."""
+def check(first: dict[str, tuple[float, Any]], dtype: torch.dtype) -> tuple[dict[str, float], float]:
+    """How far every way is from the first, and how far it may be; an AssertionError if it is too far.
+
+    Where stock's own ways are further apart than the tolerance, as whole models in bfloat16 can be, that is allowed.
+    """
     want = next(iter(first.values()))[1].float()
     errors = {}
     for name, (_, got) in first.items():
         assert got.shape == want.shape, f"{name}: {tuple(got.shape)} instead of {tuple(want.shape)}"
         errors[name] = float((got.float() - want).abs().max() / want.abs().max())
-        assert errors[name] <= TOLERANCES[dtype], (
-            f"{name}: off by {errors[name]:.1e} of the largest number, {TOLERANCES[dtype]:.0e} allowed in {dtype}"
-        )
-    return errors
+    tolerance = max(TOLERANCES[dtype], *(error for name, error in errors.items() if name.startswith("stock")), 0.0)
+    for name, error in errors.items():
+        allowed = f"{tolerance:.0e} allowed in {dtype}"
+        assert error <= tolerance, f"{name}: off by {error:.1e} of the largest number, {allowed}"
+    return errors, tolerance
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:

@@ -493,7 +493,12 @@ def test_drafter_that_reads_shared_states(family: Family, layout: str) -> None:
     if not hasattr(transformers, "Gemma4AssistantForCausalLM"):
         pytest.skip("this transformers has no such assistant")
     model = family.build(8)
-    drafter = draft(shared_state_drafter(model), 3)
+    try:
+        drafter = draft(shared_state_drafter(model), 3)
+    except ValueError as error:
+        if not OLD:
+            raise
+        pytest.skip(f"transformers {transformers.__version__} cannot build one: {error}")
     inputs = prompt(family, model, PROMPT)
     skip_if_stock_cannot(model, lambda model: assisted(model, drafter, NEW, inputs))
 
