@@ -24,9 +24,9 @@ WINDOWS = (2, 8, 64, 65, 100)
 
 @pytest.mark.parametrize("window", (8, 65))
 @pytest.mark.parametrize("length", (1, 400))
-def test_storage_is_bounded_for_any_prompt(family: Family, window: int, length: int, layout: str) -> None:
+def test_storage_is_bounded_for_any_prompt(model_kind: Family, window: int, length: int, layout: str) -> None:
     """Counted as storage, right after the prefill already, so nothing keeps the prompt's keys alive."""
-    model = family.build(window)
+    model = model_kind.build(window)
     ids = named_ids(model, 1, length + 70)
     with swapatch.patch(model, layout=layout):
         after_prefill = forced(model, ids[:, :length], prompt=length).cache
@@ -36,9 +36,9 @@ def test_storage_is_bounded_for_any_prompt(family: Family, window: int, length: 
     assert storage_bytes(after_steps) == swapatch.report(after_steps).total_bytes
 
 
-def test_stock_keeps_the_prompt_alive(family: Family) -> None:
+def test_stock_keeps_the_prompt_alive(model_kind: Family) -> None:
     """What the test above would see if a view were kept: stock's layers do."""
-    model = family.build(8)
+    model = model_kind.build(8)
     assert max(sliding_rows(forced(model, named_ids(model, 1, 400), prompt=400).cache)) >= 400
 
 
@@ -70,9 +70,9 @@ def test_used_by_an_unpatched_model(family: Family, layout: str) -> None:
     assert_same_logits(got.logits, want)
 
 
-def test_mask_sizes_and_lengths_as_stock(family: Family, layout: str) -> None:
+def test_mask_sizes_and_lengths_as_stock(model_kind: Family, layout: str) -> None:
     """At every length: the sizes that stock code makes masks from."""
-    model = family.build(16)
+    model = model_kind.build(16)
     ids = named_ids(model, 1, 100)
     ours = forced(model, ids[:, :1], prompt=1, cache=swapatch.CompactCache(model, layout=layout)).cache
     stock = forced(model, ids[:, :1], prompt=1).cache
