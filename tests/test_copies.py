@@ -341,7 +341,6 @@ SHORT = {
     (
         ("gemma4", "compiled first", 1),
         ("gemma3", "patched first", 0),
-        ("gemma3", "patched through", 0),
         ("gemma3", "compiled in place", 0),
     ),
 )
@@ -362,7 +361,7 @@ def test_compiled(name: str, order: str, steps: int) -> None:
     if order == "compiled first":
         assert_same_logits(stepped(call, model, ids[:, :prompt], prompt).logits, want[:, :prompt])
     if order != "patched first":
-        handle = swapatch.patch(call if order == "patched through" else model)
+        handle = swapatch.patch(call)  # the model itself, or what torch.compile has put around it
     graphs = counter.frame_count
     assert_compact(stepped(call, model, ids, prompt), want)
     assert counter.frame_count > graphs
