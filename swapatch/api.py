@@ -66,10 +66,11 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
         logger.info("switched off: %s stays as it is", type(model).__name__)
         return PatchHandle(model, None, layout, backend, UndoLog())
     if (existing := _find_handle(model)) is not None:
-        if (existing.layout, existing.backend) == (layout, backend):
+        wanted = f"one patch at a time, wanted layout={layout!r}, backend={backend!r} on {type(model).__name__}"
+        if (existing.layout, existing.backend) == (layout, backend) and _covers(existing, model):
             return existing
         raise AlreadyPatchedError(
-            explain(f"{existing!r}", f"one patch at a time, wanted layout={layout!r}, backend={backend!r}", "undo it")
+            explain(repr(existing), wanted, "call handle.undo() or swapatch.unpatch(model) first")
         )
     plan = plan_model(model)
     _check_transformers(plan, strict)
@@ -241,6 +242,12 @@ def _find_handle(model: Any) -> PatchHandle | None:
     return next((vars(module)[_HANDLE] for module in modules if _HANDLE in vars(module)), None)
 
 
+def _covers(handle: PatchHandle, model: nn.Module) -> bool:
+    """Whether the patch reaches all of a model, and not only a part of it that was patched by itself."""
+    patched = {id(slot.owner) for slot in handle._log.slots}
+    return all(id(module) in patched for module in model.modules() if isinstance(module, GenerationMixin))
+
+
 def _locate(model: Any, plan: ModelPlan) -> _Parts:
     """Find what to touch, and refuse what does not look as expected."""
     family = family_of(plan.model_type)
@@ -255,7 +262,16 @@ def _locate(model: Any, plan: ModelPlan) -> _Parts:
             )
         )
     prefix = f"{texts[0]}.layers" if texts[0] else "layers"
-    attentions = [(f"{prefix}.{i}.self_attn", named[f"{prefix}.{i}.self_attn"]) for i in plan.sliding]
+    names = [f"{prefix}.{i}.self_attn" for i in plan.sliding]
+    if lacking := [name for name in names if name not in named]:
+        raise UnsupportedModelError(
+            explain(
+                f"no module {lacking[0]} of its own, and {len(plan.layers)} layers in the config",
+                "a model whose layers are those of its config, each with attention of its own",
+                "set num_hidden_layers and layer_types to what the model has, and share no layer",
+            )
+        )
+    attentions = [(name, named[name]) for name in names]
     for name, attention in attentions:
         _check_attention(name, attention, family)
     generators = [(name, module) for name, module in named.items() if isinstance(module, GenerationMixin)]

@@ -87,6 +87,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def make_room(self, tokens: int) -> None:
         """Make sure that ``tokens`` more rows can be written: forget what may go, grow only while recording."""
+        self._leave_inference_mode()
         stop = self.seen + tokens
         takeback = self.recorded + tokens if self.record_past else 0
         keep = past(stop - takeback, self.sliding_window).start
@@ -94,6 +95,17 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         if stop - self.first_held(stop, rows, keep) > rows:
             rows = self.base_rows(self.sliding_window) + ceil64(takeback)
         self._hold(self.first_held(stop, rows, keep), rows)
+
+    def _leave_inference_mode(self) -> None:
+        """Buffers that a verb or a copy made in inference mode cannot be written outside of it: clone them there."""
+        if self.keys is not None and self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+
+    def widen(self, key: Tensor, value: Tensor) -> None:
+        """Take over a wider dtype of new rows, as joining old and new ones would."""
+        if key.dtype != self.keys.dtype or value.dtype != self.values.dtype:
+            self.keys = self.keys.to(torch.promote_types(self.keys.dtype, key.dtype))
+            self.values = self.values.to(torch.promote_types(self.values.dtype, value.dtype))
 
     def _hold(self, origin: int, rows: int) -> None:
         """Hold positions from ``origin`` on in ``rows`` rows; moves what is held if its rows change."""
@@ -158,6 +170,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def append(self, key: Tensor, value: Tensor) -> None:
         """Write any number of tokens, ``[batch, kv_heads, tokens, head_dim]``; rows nobody can see are left out."""
         tokens = key.shape[2]
+        self.widen(key, value)
         self.make_room(tokens)
         new = Span(max(self.seen, self.origin), self.seen + tokens)
         # Detached: a cached row must not keep the graph of the forward that made it.
@@ -314,7 +327,7 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     Raises:
         UnsupportedModelError: for a model or config that swapatch does not know.
-        ValueError: for an unknown layout.
+        ValueError: for an unknown layout, or a ``max_cache_len`` below 1.
 
     >>> cache = CompactCache(model)
     >>> for step in range(3):
@@ -327,6 +340,9 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self, model_or_config: Any, *, max_cache_len: int | None = None, layout: str = "anchored") -> None:
         check_layout(layout)
+        if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
+            found = f"max_cache_len={max_cache_len!r}"
+            raise ValueError(explain(found, "a number of tokens, or None", "pass 1 or more"))
         self.plan: ModelPlan = plan_model(model_or_config)
         self.layout = layout
         self.fixed = max_cache_len is not None
@@ -370,6 +386,21 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         check_crop(self.sliding, tokens_to_remove)
         super().crop(tokens_to_remove)
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch; refused with static global layers, which have no such verb."""
+        self._check_batch_verb("batch_repeat_interleave")
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch; refused with static global layers, which have no such verb."""
+        self._check_batch_verb("batch_select_indices")
+        super().batch_select_indices(indices)
+
+    def _check_batch_verb(self, name: str) -> None:
+        if self.fixed:
+            do = "make the cache for the batch that is wanted"
+            raise CacheStateError(explain(f"{name} with max_cache_len", "a cache without max_cache_len", do))
+
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Per layer keys, values and window, rows in time order, as iterating over a ``DynamicCache`` gives them."""
         for layer in self.layers:
@@ -389,7 +420,7 @@ def make_cache(config: Any, **options: Any) -> CompactCache | None:
 
 def check_layout(layout: str) -> None:
     """Raise ValueError for a layout that does not exist."""
-    if layout not in LAYOUTS:
+    if layout not in tuple(LAYOUTS):  # of any type, also one that cannot be hashed
         raise ValueError(explain(f"layout={layout!r}", " or ".join(map(repr, LAYOUTS)), "pass one of these"))
 
 

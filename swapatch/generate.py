@@ -12,10 +12,11 @@ from typing import Any
 import wrapt
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.generation.configuration_utils import GenerationMode
 
 from ._compat import CACHE_NAME, cache_in
 from .cache import CompactCache, make_cache
-from .hooks import Options, begin, is_fast
+from .hooks import Options, begin, by_name, is_fast
 from .plan import SLIDING, text_config
 from .switch import is_disabled
 
@@ -36,11 +37,15 @@ class CacheMaker:
     layout: str
 
     def __call__(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        model_kwargs = inspect.signature(wrapped).bind(*args, **kwargs).arguments["model_kwargs"]
+        call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        model_kwargs = call["model_kwargs"]
         passed = cache_in(model_kwargs)
         result = wrapped(*args, **kwargs)
         made = model_kwargs.get(CACHE_NAME)
-        if passed is None and type(made) in (DynamicCache, StaticCache) and not made.offloading and not is_disabled():
+        # Stock refuses drafts with a static cache, which would have no room for those of the last tokens.
+        drafts = call["generation_mode"] == GenerationMode.ASSISTED_GENERATION
+        kinds = (DynamicCache,) if drafts else (DynamicCache, StaticCache)
+        if passed is None and type(made) in kinds and not made.offloading and not is_disabled():
             model_kwargs[CACHE_NAME] = self._compact(instance.config, made) or made
         return result
 
@@ -67,7 +72,8 @@ class StepMaker:
     options: Options
     types_name: str | None
 
-    def __call__(self, **call: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = by_name(self.stock, args, kwargs)
         cache, config = cache_in(call), text_config(call["config"])
         if not isinstance(cache, CompactCache) or not is_fast(call, config):
             return self.stock(**call)

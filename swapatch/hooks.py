@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._compat import CACHE_NAME, cache_in
+from ._compat import CACHE_NAME, CACHE_NAMES, cache_in
 from ._errors import CacheStateError, explain
 from .attention import BACKENDS, choose, spyre
 from .cache import CompactCache, make_cache
@@ -68,17 +69,20 @@ class StepHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _by_name(module, args, kwargs)
         given = [call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None]
-        if len(given) != 1 or _needs_gradients(module, given[0]):
+        if len(given) != 1:
             return None
-        config = text_config(module)
+        config, cache = text_config(module), cache_in(call)
+        if _needs_gradients(module, given[0]):
+            _leave_to_stock(cache, given[0], "gradients are on")
+            return None
         if isinstance(step := _sliding_mask(call), Step):
             if step.stock_masks is not None and _wanted(call, config, "output_attentions"):
                 call["attention_mask"] = step.stock_masks()
             return (), call
-        cache = cache_in(call)
-        if cache is None and _wanted(call, config, "use_cache") and not is_disabled():
+        if cache is None and self._makes_cache(module, call) and not is_disabled():
             cache = make_cache(config, layout=self.options.layout)
             if cache is not None:
+                call = {name: value for name, value in call.items() if name not in CACHE_NAMES}
                 call[CACHE_NAME] = cache
         if isinstance(cache, CompactCache) and is_fast(call, config):
             batch, tokens = given[0].shape[:2]
@@ -92,10 +96,17 @@ class StepHook:
                 positions = torch.arange(*masks[SLIDING].queries, device=given[0].device)
                 call["position_ids"] = positions.unsqueeze(0)
         else:
-            if isinstance(cache, CompactCache):
-                _enter(cache, given[0].shape[0])
-            logger.debug("left to stock: %s cache, %s", type(cache).__name__, config._attn_implementation)
+            _leave_to_stock(cache, given[0], config._attn_implementation)
         return (), call
+
+    def _makes_cache(self, module: Any, call: dict[str, Any]) -> bool:
+        """Whether the forward would make a cache where none was passed, and this hook is the one to do it."""
+        config = text_config(module)
+        if not (_wanted(call, config, "use_cache") and _wanted(call, module.config, "use_cache")):
+            return False
+        # A vision model makes its masks before there is a cache, and takes sequences apart that positions show packed.
+        packed = call.get("position_ids") is not None and call.get("attention_mask") is None
+        return module.config is config or not packed
 
 
 def begin(
@@ -146,6 +157,12 @@ def begin(
     return {GLOBAL: full, SLIDING: step}
 
 
+def _leave_to_stock(cache: Any, given: Tensor, why: str) -> None:
+    if isinstance(cache, CompactCache):
+        _enter(cache, given.shape[0])
+    logger.debug("left to stock: %s cache, %s", type(cache).__name__, why)
+
+
 def _enter(cache: CompactCache, batch: int) -> None:
     """Refuse a cache that an interrupted forward left half written, and note that a new one begins."""
     layers, lengths = cache.sliding, cache.lengths()
@@ -182,10 +199,14 @@ def commit_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    if not args:
-        return dict(kwargs)
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return by_name(type(module).forward, (module, *args), kwargs) if args else dict(kwargs)
+
+
+def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, ``self`` left out."""
+    call = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+    call.pop("self", None)
+    return call
 
 
 def _sliding_mask(call: dict[str, Any]) -> Any:
@@ -201,10 +222,12 @@ def _needs_gradients(module: nn.Module, given: Tensor) -> bool:
 
 
 def is_fast(call: dict[str, Any], config: Any) -> bool:
-    """Whether our attention stands in for stock's: not for attention weights, ready-made masks, or other kernels."""
+    """Whether our attention stands in for stock's: not for weights wanted, ready-made masks, other kernels or rules."""
     padding = call.get("attention_mask")
     flat = padding is None or (isinstance(padding, Tensor) and padding.ndim == 2)
-    return flat and config._attn_implementation in FAST_ATTENTION and not _wanted(call, config, "output_attentions")
+    causal = getattr(config, "is_causal", True) if call.get("is_causal") is None else call["is_causal"]
+    known = config._attn_implementation in FAST_ATTENTION and causal is not False
+    return flat and known and not _wanted(call, config, "output_attentions")
 
 
 def _wanted(call: dict[str, Any], config: Any, name: str) -> bool:

@@ -106,7 +106,7 @@ def text_config(model_or_config: Any) -> Any:
 
 def _configs(model_or_config: Any) -> tuple[Any, Any]:
     config = getattr(model_or_config, "config", model_or_config)
-    if not hasattr(config, "model_type") or not hasattr(config, "get_text_config"):
+    if isinstance(config, type) or not hasattr(config, "model_type") or not hasattr(config, "get_text_config"):
         shown = repr(model_or_config).partition("\n")[0][:60]
         raise _refuse(f"{type(model_or_config).__name__} {shown}", "pass a loaded transformers model")
     return config, config.get_text_config(decoder=True)

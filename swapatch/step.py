@@ -155,6 +155,7 @@ class DecodeStep(Step):
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         buffer: Any = self.cache.layers[layer]
         row = self.row
+        buffer.widen(key, value)
         buffer.keys[:, :, row : row + 1] = key
         buffer.values[:, :, row : row + 1] = value
         return rows_of(buffer.keys, self.rows), rows_of(buffer.values, self.rows)

@@ -209,6 +209,7 @@ def compare(
         UnsupportedModelError: swapatch cannot patch the model, or it cannot generate.
         AlreadyPatchedError: it is patched with another layout or backend.
         SwapatchError: there was nothing to compare: swapatch is switched off, or stock code ran on both sides.
+        ValueError: ``input_ids`` is not a tensor ``[batch, tokens]`` with at least one token.
 
     >>> verdict = compare(model, torch.arange(5, 95)[None])
     >>> verdict.same, verdict.token
@@ -218,6 +219,10 @@ def compare(
         found = f"swapatch is switched off (disabled(), or {VARIABLE})"
         raise SwapatchError(explain(found, "comparing while it is on", f"unset {VARIABLE}"))
     plan = plan_model(model)
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or not input_ids.numel():
+        found = f"input_ids of shape {tuple(getattr(input_ids, 'shape', ()))}, a {type(input_ids).__name__}"
+        do = "tokenize with return_tensors='pt'"
+        raise ValueError(explain(found, "a tensor [batch, tokens] with at least one token", do))
     if not hasattr(model, "generate"):
         do = "pass a model with a language modeling head"
         raise UnsupportedModelError(explain(f"{type(model).__name__}", "models with generate", do))
