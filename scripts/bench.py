@@ -1183,7 +1183,7 @@ def one_line(error: BaseException) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench", description="Measure stock transformers and swapatch in turn.")
     parser.add_argument("--only", metavar="NAME", nargs="+", choices=CASES, help=f"some of: {', '.join(CASES)}")
-    parser.add_argument("--quick", action="store_true", help="toy sizes and models: seconds, and figures of no meaning")
+    parser.add_argument("--quick", action="store_true", help="toy sizes and models: quick, and figures of no meaning")
     parser.add_argument(
         "--long", action="store_true", help="also what takes minutes: stock's memory at the longest prompt"
     )

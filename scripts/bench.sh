@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure stock and swapatch, and draw what the README shows. Arguments go to scripts/bench.py: --quick for toy sizes
-# (seconds; its pictures stay in bench-results/quick), --only layer-prefill decode, --help for the rest.
+# (a minute or two; its pictures stay in bench-results/quick), --only layer-prefill decode, --help for the rest.
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -12,7 +12,7 @@ done
 prepare demo bench
 say "checkpoint"
 "$python" scripts/checkpoint.py
-say "measuring (about ten minutes on two quiet cores; anything else that runs meanwhile spoils it)"
+say "measuring (all of it takes about 15 minutes on two quiet cores; anything else that runs meanwhile spoils it)"
 "$python" scripts/bench.py "$@" --out "$results"
 say "drawing"
 "$python" scripts/plot.py --results "$results/bench.json" --assets "$pictures"

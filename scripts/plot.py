@@ -119,7 +119,7 @@ def series(rows: Rows) -> Series:
     for row in rows:
         for name, value in ((row["stock"], row["stock_value"]), (row["patched"], row["patched_value"])):
             if name and value:
-                found.setdefault(name, {})[row["tokens"]] = value
+                found.setdefault(name, {}).setdefault(row["tokens"], value)
     return found
 
 

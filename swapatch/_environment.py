@@ -47,7 +47,8 @@ def show(found: dict[str, Any]) -> None:
     fits = "as swapatch calls it" if found["operator_fits"] else "not as swapatch calls it"
     operator = [f"{schema} ({fits})" for schema in found["operator"] or ()] or ["not registered"]
     rows += [["::".join(OPERATOR), line] for line in operator]
-    rows.append(["switched", f"{'off' if found['disabled'] else 'on'} ({VARIABLE} is {found[VARIABLE]!r})"])
+    shown = "is not set" if found[VARIABLE] is None else f"is {found[VARIABLE]!r}"
+    rows.append(["switched", f"{'off' if found['disabled'] else 'on'} ({VARIABLE} {shown})"])
     print(aligned(rows[0], rows[1:], left="ll"))
 
 

@@ -54,7 +54,7 @@ def load_tokenizer(source: str) -> Any:
     return _load(source, AutoTokenizer.from_pretrained, "a prompt as text needs a tokenizer beside the model", do)
 
 
-_CHECK_CONFIG = "give a folder with a config.json, that file, or the name of a model on the hub"
+_CHECK_CONFIG = "give a folder with a sound config.json, that file, or the name of a model on the hub"
 
 
 def _load(source: str, loader: Callable[..., Any], supported: str, do: str, **options: Any) -> Any:

@@ -428,7 +428,7 @@ def check_crop(layers: list[SlidingLayer], tokens_to_remove: int) -> None:
     """Raise unless every layer can take these tokens back."""
     if tokens_to_remove > 0:
         raise ValueError(
-            explain(f"crop({tokens_to_remove})", "0 or a negative number of tokens", f"call crop({-tokens_to_remove})")
+            explain(f"crop({tokens_to_remove})", "0 or a negative number", "call crop(-n) to take n tokens back")
         )
     for layer in layers:
         if layer.is_initialized and (reason := layer.crop_error(-tokens_to_remove)):

@@ -112,8 +112,8 @@ def _configs(model_or_config: Any) -> tuple[Any, Any]:
     return config, config.get_text_config(decoder=True)
 
 
-def _refuse(found: str, do: str) -> UnsupportedModelError:
-    return UnsupportedModelError(explain(found, SUPPORTED, do))
+def _refuse(found: str, do: str, supported: str = SUPPORTED) -> UnsupportedModelError:
+    return UnsupportedModelError(explain(found, supported, do))
 
 
 def _refuse_bidirectional(config: Any) -> None:
@@ -128,9 +128,9 @@ def _refuse_bidirectional(config: Any) -> None:
 def _window(config: Any) -> int:
     window = getattr(config, "sliding_window", None)
     if SLIDING not in config.layer_types:
-        raise _refuse("no sliding layer in layer_types", f"{_UNPATCHED}: there is nothing to bound")
+        raise _refuse("no sliding layer in layer_types", f"{_UNPATCHED}: there is nothing to bound", "at least one")
     if not isinstance(window, int) or window < 2:
-        raise _refuse(f"sliding_window={window!r}", "set sliding_window to 2 or more in the config")
+        raise _refuse(f"sliding_window={window!r}", "set sliding_window to 2 or more in the config", "windows from 2")
     return window
 
 

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from zoo import BY_NAME, FAMILIES, Family, text_config
+from zoo import BY_NAME, FAMILIES, Family, named_ids, text_config
 
 import swapatch
-from swapatch._compat import NEWEST, OLDEST
+from swapatch._compat import CACHE_NAME, NEWEST, OLDEST
 from swapatch.plan import MODEL_TYPES
 
 ROOT = Path(__file__).parents[1]
@@ -42,23 +42,23 @@ def test_family_table_is_the_test_list() -> None:
 
 def test_code_with_output_runs() -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    code = "\n".join(re.findall(r"```python\n(>>>.*?)```", README, re.DOTALL))
+    code = "\n".join(re.findall(r"```pycon\n(.*?)```", README, re.DOTALL))
     test = doctest.DocTestParser().get_doctest(code, {}, "README.md", "README.md", 0)
     assert test.examples
     assert runner.run(test).failed == 0
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(?!>>>)(.*?)```", README, re.DOTALL))
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_code_without_output_runs(block: str) -> None:
+    """Line by line, each on a model that is not patched yet."""
     model = BY_NAME["gemma3_text"].build(16)
     for line in block.splitlines():
-        scope = {"swapatch": swapatch, "model": model, "handle": swapatch.PatchHandle}
         swapatch.unpatch(model)
-        if line.startswith("handle.undo"):
-            line = "swapatch.patch(model).undo()"
-        if line.startswith("swapatch.report(cache)"):
-            line = "swapatch.report(swapatch.CompactCache(model))"
-        exec(compile(line, "README.md", "exec"), scope)
+        scope = {"swapatch": swapatch, "model": model, "ids": named_ids(model, 1, 5)}
+        scope |= {"cache": swapatch.CompactCache(model), "handle": swapatch.patch(model)}
+        if not line.startswith("handle"):
+            swapatch.unpatch(model)
+        exec(compile(line.replace("cache=cache", f"{CACHE_NAME}=cache"), "README.md", "exec"), scope)
 
 
 def test_what_it_names_exists() -> None:
