@@ -102,11 +102,11 @@ class StepHook:
     def _makes_cache(self, module: Any, call: dict[str, Any]) -> bool:
         """Whether the forward would make a cache where none was passed, and this hook is the one to do it."""
         config = text_config(module)
-        if not (_wanted(call, config, "use_cache") and _wanted(call, module.config, "use_cache")):
+        asked = _wanted(call, config, "use_cache")
+        if not asked or (call.get("use_cache") is None and getattr(module.config, "use_cache", True) is False):
             return False
         # A vision model makes its masks before there is a cache, and takes sequences apart that positions show packed.
-        packed = call.get("position_ids") is not None and call.get("attention_mask") is None
-        return module.config is config or not packed
+        return module.config is config or call.get("attention_mask") is not None or not _packed(call)
 
 
 def begin(
@@ -155,6 +155,12 @@ def begin(
         step = (FixedStep if cache.fixed else DecodeStep)(cache, rule, queries, attention)
     logger.debug("positions %d to %d: %s, %s, %r", *queries, type(step).__name__, backend, cache.sliding[0])
     return {GLOBAL: full, SLIDING: step}
+
+
+def _packed(call: dict[str, Any]) -> bool:
+    """Whether the positions of a call, ``[batch, tokens]``, start anew in the middle of a row."""
+    positions = call.get("position_ids")
+    return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
 
 def _leave_to_stock(cache: Any, given: Tensor, why: str) -> None:
