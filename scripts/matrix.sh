@@ -18,7 +18,7 @@ failed=0
 for version in "${versions[@]}"; do
     say "transformers $version"
     venv=.matrix/$version
-    [[ -x $venv/bin/python ]] || "$base" -m venv "$venv"
+    "$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$base" -m venv --clear "$venv"
     # What pins transformers for the project must not pin it here; huggingface-hub and tokenizers follow transformers.
     grep -v '^transformers' "$constraints" > "$venv/constraints.txt"
     python=$venv/bin/python
