@@ -7,7 +7,7 @@ no query can see any more. What it returns from ``update`` and says of itself is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any, cast
 
@@ -446,17 +446,21 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 
 def _zeros(like: Tensor, rows: int) -> Tensor:
-    batch, heads, _, dim = like.shape
-    with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
-        return spyre.zeros((batch, heads, rows, dim), like.dtype, like.device)
+    return _allocate(spyre.zeros, like, rows)
 
 
 def _fresh(like: Tensor, rows: int) -> Tensor:
-    if _born_zero(like):
-        return _zeros(like, rows)
+    return _zeros(like, rows) if _born_zero(like) else _allocate(_empty, like, rows)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _allocate(make: Callable[..., Tensor], like: Tensor, rows: int) -> Tensor:
     batch, heads, _, dim = like.shape
-    with torch.inference_mode(False):
-        return torch.empty((batch, heads, rows, dim), dtype=like.dtype, device=like.device)
+    with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+        return make((batch, heads, rows, dim), like.dtype, like.device)
 
 
 def _born_zero(like: Tensor) -> bool:

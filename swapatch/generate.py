@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ class CacheMaker:
     layout: str
 
     def __call__(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        call = by_name(wrapped, args, kwargs)
         model_kwargs = call["model_kwargs"]
         passed = cache_in(model_kwargs)
         result = wrapped(*args, **kwargs)

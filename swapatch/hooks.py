@@ -136,13 +136,14 @@ def begin(
     full = global_mask(maker, cache, like, padding, types)
     if backend == "spyre":  # masks are made on the CPU
         padding, types = (None if given is None else given.cpu() for given in (padding, types))
-    window, seen = cache.plan.window, cache.sliding[0].seen
+    layers = cache.sliding
+    window, seen = cache.plan.window, layers[0].seen
     rule = CausalWindow(window, padding) if types is None else ImageWindow(window, padding, maker, types)
     queries = Span(seen, seen + tokens)
     attention = BACKENDS.get(backend, BACKENDS["windowed"])
     many = tokens > 1 or not seen or types is not None
     if not many:
-        for layer in cache.sliding:
+        for layer in layers:
             layer.make_room(1)
     step: Step
     if many and backend == "spyre":
@@ -153,7 +154,7 @@ def begin(
         step = SpyreDecode(cache, rule, queries, attention)
     else:
         step = (FixedStep if cache.fixed else DecodeStep)(cache, rule, queries, attention)
-    logger.debug("positions %d to %d: %s, %s, %r", *queries, type(step).__name__, backend, cache.sliding[0])
+    logger.debug("positions %d to %d: %s, %s, %r", *queries, type(step).__name__, backend, layers[0])
     return {GLOBAL: full, SLIDING: step}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.generation import utils as generation_utils
 from transformers.generation.streamers import BaseStreamer
-from zoo import BY_NAME, FAMILIES, FULL, PAD, SLIDING, Family, Model, named_ids, text_config, text_model
+from zoo import BY_NAME, FAMILIES, FULL, OLD, PAD, SLIDING, Family, Model, named_ids, text_config, text_model
 
 import swapatch
 from swapatch.geometry import ceil64
@@ -33,7 +33,6 @@ SOME = [BY_NAME[n] for n in ("gemma3_text", "gemma4_ple_shared", "gemma4_vision"
 GEMMA4 = [family for family in FAMILIES if family.name.startswith("gemma4") and "unified" not in family.name]
 NO_END = text_config(FAMILIES[0].make_config(8)).vocab_size  # an end token that no model ever gives
 
-OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24)
 
 some_families = pytest.mark.parametrize("family", SOME, ids=str)
 

@@ -198,6 +198,14 @@ def interrupted_at(number: int | None) -> Iterator[list[tuple[str, int]]]:
         sys.settrace(before)
 
 
+def filled(model: Model, ids: Tensor, layout: str) -> swapatch.CompactCache:
+    """The cache of a patched model that has seen these tokens, if any."""
+    cache = swapatch.CompactCache(model, layout=layout)
+    if ids.shape[1]:
+        forced(model, ids, prompt=ids.shape[1], cache=cache)
+    return cache
+
+
 def first_and_last(lines: list[tuple[str, int]]) -> list[int]:
     """The numbers of the first and the last time that each line is run."""
     first = {line: number for number, line in reversed(list(enumerate(lines)))}
@@ -213,9 +221,7 @@ def test_interrupt_at_every_line(name: str, layout: str, step: str) -> None:
     ids = named_ids(model, 1, before + tokens + 2)
     want = forced(model, ids, prompt=before + tokens).logits
     with swapatch.patch(model, layout=layout):
-        start = swapatch.CompactCache(model, layout=layout)
-        if before:
-            forced(model, ids[:, :before], prompt=before, cache=start)
+        start = filled(model, ids[:, :before], layout)
         with interrupted_at(None) as lines:
             forced(model, ids[:, before : before + tokens], prompt=tokens, cache=copy.deepcopy(start))
         assert len(lines) > 100
@@ -253,9 +259,7 @@ def test_out_of_memory_at_every_allocation(family: Family, step: str, layout: st
     ids = named_ids(model, 1, before + tokens + 2)
     want = forced(model, ids, prompt=before + tokens).logits
     with swapatch.patch(model, layout=layout):
-        start = swapatch.CompactCache(model, layout=layout)
-        if before:
-            forced(model, ids[:, :before], prompt=before, cache=start)
+        start = filled(model, ids[:, :before], layout)
         cache = copy.deepcopy(start)
         with Memory(None) as memory:
             forced(model, ids[:, before : before + tokens], prompt=tokens, cache=cache)

@@ -17,6 +17,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+# Whether transformers is older than the newest that the suite is for.
+OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24)
+
 PAD, EOS, BOS = 0, 1, 2
 VOCAB = 97
 # Ids from here on are left to images and their neighbours; random text ids stay below.
