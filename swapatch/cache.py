@@ -92,9 +92,11 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         takeback = self.recorded + tokens if self.record_past else 0
         keep = past(stop - takeback, self.sliding_window).start
         rows = self.rows
-        if stop - self.first_held(stop, rows, keep) > rows:
+        origin = self.first_held(stop, rows, keep)
+        if stop - origin > rows:
             rows = self.base_rows(self.sliding_window) + ceil64(takeback)
-        self._hold(self.first_held(stop, rows, keep), rows)
+            origin = self.first_held(stop, rows, keep)
+        self._hold(origin, rows)
 
     def _leave_inference_mode(self) -> None:
         """Buffers that a verb or a copy made in inference mode cannot be written outside of it: clone them there."""

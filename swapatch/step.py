@@ -160,6 +160,11 @@ class DecodeStep(Step):
         buffer.values[:, :, row : row + 1] = value
         return rows_of(buffer.keys, self.rows), rows_of(buffer.values, self.rows)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        mask = self.rectangles(query)[0].mask  # the only one, over all keys
+        return self.attention(query, keys, values, mask, False, scale).transpose(1, 2)
+
     def _make_rectangles(self, like: Tensor) -> list[Rectangle]:
         if not self.whole:
             return super()._make_rectangles(like)
