@@ -55,7 +55,7 @@ def memory(rows: Rows) -> Figure | None:
 def decode(rows: Rows) -> Figure | None:
     rows = [row for row in rows if row["case"] == "decode" and row["unit"] == "s"]
     rows = [row for row in rows if row["model"] == rows[0]["model"]]  # the first; the others are in the table
-    wanted = ("stock dynamic", "swapatch anchored", "stock static", "swapatch ring")
+    wanted = ("stock dynamic", "swapatch anchored", "stock static", "swapatch static")
     title, note = "Time of one decode step", "Global layers attend the whole context, in stock and in swapatch."
     return lines(rows, wanted, title, "context, tokens", "milliseconds", scale=1e3, log=False, notes=note)
 
