@@ -9,6 +9,7 @@ and the layer, and exchange the kernel for the slow reference.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -57,7 +58,8 @@ def say(text: str) -> None:
     print(f"\n== {text}")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    argparse.ArgumentParser(prog="debug", description="A planted fault, and the way to it.").parse_args(arguments)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stdout)
     log = logging.getLogger("swapatch")
     model = make_model()

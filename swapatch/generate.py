@@ -78,7 +78,7 @@ class StepMaker:
             return self.stock(**call)
         types = call.get(self.types_name or "")
         masks = begin(
-            cache, call["inputs_embeds"], call.get("attention_mask"), types, partial(self._masks, config), self.options
+            cache, config, call["inputs_embeds"], call.get("attention_mask"), types, self._masks, self.options
         )
         masks[SLIDING].stock_masks = partial(self.stock, **call)
         return masks

@@ -73,7 +73,7 @@ class StepHook:
             return None
         config, cache = text_config(module), cache_in(call)
         if _needs_gradients(module, given[0]):
-            _leave_to_stock(cache, given[0], "gradients are on")
+            _leave_to_stock(cache, config, given[0], "gradients are on")
             return None
         if isinstance(step := _sliding_mask(call), Step):
             if step.stock_masks is not None and _wanted(call, config, "output_attentions"):
@@ -88,15 +88,14 @@ class StepHook:
             batch, tokens = given[0].shape[:2]
             like = torch.empty((batch, tokens, 0), dtype=_dtype(module, given[0]), device=given[0].device)
             types = call.get(self.types_name or "")
-            maker = partial(self.maker, config)
-            masks = begin(cache, like, call.get("attention_mask"), types, maker, self.options)
+            masks = begin(cache, config, like, call.get("attention_mask"), types, self.maker, self.options)
             call["attention_mask"] = masks
             if call.get("position_ids") is None:
                 # As stock counts them, but here: a compiled forward would take the length for a constant.
                 positions = torch.arange(*masks[SLIDING].queries, device=given[0].device)
                 call["position_ids"] = positions.unsqueeze(0)
         else:
-            _leave_to_stock(cache, given[0], config._attn_implementation)
+            _leave_to_stock(cache, config, given[0], config._attn_implementation)
         return (), call
 
     def _makes_cache(self, module: Any, call: dict[str, Any]) -> bool:
@@ -110,25 +109,33 @@ class StepHook:
 
 
 def begin(
-    cache: CompactCache, like: Tensor, padding: Tensor | None, types: Tensor | None, maker: MaskMaker, options: Options
+    cache: CompactCache,
+    config: Any,
+    like: Tensor,
+    padding: Tensor | None,
+    types: Tensor | None,
+    maker: MaskMaker,
+    options: Options,
 ) -> dict[str, Any]:
     """Begin a step: what goes into a call in the place of its attention mask, by layer type.
 
     Args:
         cache: the cache of the call.
+        config: of the text model that is called.
         like: stands for the embeddings, ``[batch, tokens, any]``.
         padding: the 2D attention mask of the call.
         types: its token types, where tokens of one image see each other both ways.
-        maker: makes the masks of the call as the model would.
+        maker: makes the masks of the call as the model would; its first argument is the config.
         options: of the patch.
 
     Raises:
-        CacheStateError: when the cache is half written, or holds another number of sequences.
+        CacheStateError: when the cache is half written, or made for another window or number of sequences.
         SpyreContractError: when the Spyre operator cannot be used.
     """
     batch, tokens = like.shape[:2]
     backend = choose(options.backend, like.device)
-    _enter(cache, batch)
+    _enter(cache, config, batch)
+    maker = partial(maker, config)
     if backend == "spyre":
         spyre.operator()
         spyre.check_dtype(like.dtype)
@@ -164,14 +171,22 @@ def _packed(call: dict[str, Any]) -> bool:
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
 
-def _leave_to_stock(cache: Any, given: Tensor, why: str) -> None:
+def _leave_to_stock(cache: Any, config: Any, given: Tensor, why: str) -> None:
     if isinstance(cache, CompactCache):
-        _enter(cache, given.shape[0])
+        _enter(cache, config, given.shape[0])
     logger.debug("left to stock: %s cache, %s", type(cache).__name__, why)
 
 
-def _enter(cache: CompactCache, batch: int) -> None:
-    """Refuse a cache that an interrupted forward left half written, and note that a new one begins."""
+def _enter(cache: CompactCache, config: Any, batch: int) -> None:
+    """Refuse a cache that is another model's or that an interrupted forward left half written; note that one begins."""
+    if cache.plan.window != config.sliding_window:
+        raise CacheStateError(
+            explain(
+                f"a cache for a window of {cache.plan.window}, and a model with {config.sliding_window}",
+                "a cache that was made for the model",
+                "make one from it: swapatch.CompactCache(model)",
+            )
+        )
     layers, lengths = cache.sliding, cache.lengths()
     if len(lengths) > 1 or any(layer.torn for layer in layers):
         raise CacheStateError(

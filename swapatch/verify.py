@@ -139,6 +139,8 @@ class Verdict:
     __str__ = summary
 
     def _logits(self) -> str:
+        if not self.worst.difference:
+            return "equal at all positions"
         worst = f"position {self.worst.position} of row {self.worst.row}, by {self.worst.difference:.3g}"
         if self.first is None:
             return f"differ most at {worst}; up to {self.tolerance:.3g} counts as rounding"

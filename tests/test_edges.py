@@ -56,6 +56,18 @@ def test_a_cache_half_written_with_and_without_gradients(grad: tuple[bool, bool]
             model(named_ids(model, 1, 1), **{cache_key(model): cache})
 
 
+@pytest.mark.parametrize("grad", (False, True), ids=str)
+def test_a_cache_made_for_another_window(grad: bool) -> None:
+    """Rows for one window and a model with another would compute something, and wrong."""
+    other, model = (BY_NAME["gemma3_text"].build(window) for window in (64, 5))
+    with swapatch.patch(model):
+        cache = swapatch.CompactCache(other)
+        with torch.set_grad_enabled(grad), pytest.raises(swapatch.CacheStateError, match="window of 64"):
+            model(named_ids(model, 1, 9), **{cache_key(model): cache})
+        assert cache.begun is None
+        assert cache.get_seq_length() == 0
+
+
 VERBS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),

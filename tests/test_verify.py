@@ -307,6 +307,7 @@ def test_printed() -> None:
     assert "differ first at position 6 of row 0" in lines[1]
     assert f"<{verdict.token.patched}> for <{verdict.token.stock}>" in lines[2]
     assert "begins in layer 1 (sliding), at position 6" in lines[3]
+    assert "equal at all positions" in str(Verdict(1e-4, 2, torch.tensor([[5, 6, 7]]), torch.zeros(1, 2)))
 
 
 def test_as_plain_values() -> None:
@@ -359,7 +360,7 @@ def test_an_error_on_the_way_leaves_nothing_behind() -> None:
 
 def test_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
     """`scripts/debug.py` finds the fault it planted: first in layer 0, and gone with the reference."""
-    debug.main()
+    debug.main([])
     shown = capsys.readouterr().out
     assert "swapatch: window 16, anchored, auto" in shown  # print(model)
     tokens = {name: re.search(rf"{re.escape(name)} +(\[.*\])", shown) for name in ("patched", "disabled()", "DISABLE")}
