@@ -125,12 +125,13 @@ class Sizes:
     parts: int  # prompt length
     contexts: tuple[int, ...]
     few_contexts: tuple[int, ...]  # of the other models
+    batch_context: int
+    batch: int  # beside 1: the more sequences, the more the cache weighs against the weights
     gemma4: dict[str, int]
     decode_steps: int
     memory: dict[str, tuple[int, ...]]
     gemma3: dict[str, int]
     compiled_tokens: int
-    compiled_batches: tuple[int, ...]
     python: dict[str, int]  # so small a model that a step of it is hardly more than the calls it makes
     patch_layers: int
     roofline: int  # prompt length
@@ -166,6 +167,8 @@ FULL = Sizes(
     parts=8192,
     contexts=(1, 512, 2048, 8192, 16384),
     few_contexts=(1, 2048, 16384),
+    batch_context=2048,
+    batch=8,
     # As wide as Gemma 4 E2B, with fewer layers and tokens.
     gemma4={
         "hidden_size": 1536,
@@ -194,7 +197,6 @@ FULL = Sizes(
         "vocab_size": 46000,
     },
     compiled_tokens=1500,
-    compiled_batches=(1, 8),
     python={**TOY, "num_hidden_layers": 18},
     patch_layers=60,
     roofline=4096,
@@ -219,6 +221,8 @@ QUICK = Sizes(
     parts=256,
     contexts=(1, 200),
     few_contexts=(200,),
+    batch_context=200,
+    batch=2,
     gemma4={
         **{name: size for name, size in TOY.items() if name != "num_hidden_layers"},
         "global_head_dim": 64,
@@ -229,7 +233,6 @@ QUICK = Sizes(
     memory={"stock": (1024, 2048), "swapatch": (1024, 2048)},
     gemma3=TOY,
     compiled_tokens=100,
-    compiled_batches=(1, 2),
     python=TOY,
     patch_layers=12,
     roofline=256,
@@ -750,37 +753,43 @@ DECODE_PAIRS = (
 def decode(options: Options) -> Iterator[Row]:
     """A whole decode step, over caches that hold random rows: how long it takes does not depend on what is in them."""
     dtype = torch.bfloat16
-    for name, model, contexts in decode_models(dtype, options):
-        for context in contexts:
+    for name, model, cases in decode_models(dtype, options):
+        precise = deepcopy(model).float()
+        for context, batch in cases:
             about = {"case": "decode", "model": name, "tokens": context, "dtype": name_of(dtype)}
-            check_decode(model, context, options)
-            ways = decode_ways(model, context, dtype, options)
+            # First in float32, untimed: bfloat16 on rows that no model ever made says little about being equal.
+            ways = decode_ways(precise, context, batch, torch.float32, options)
+            check({name: way() for name, way in ways.items()}, TOLERANCES[torch.float32])
+            ways = decode_ways(model, context, batch, dtype, options)
             result = compare(ways, dtype, options, ROUNDING, patience=DECODE_PATIENCE)
             for stock, patched in DECODE_PAIRS:
-                yield result.row(stock, patched, setting="one step", **about)
-            yield mask_work(name, model, context, dtype, options)
+                yield result.row(stock, patched, setting=one_step(batch), **about)
+            if batch == 1:
+                yield mask_work(name, model, context, dtype, options)
 
 
-def check_decode(model: Any, context: int, options: Options) -> None:
-    """The same in float32, untimed: bfloat16 on rows that no model ever made says little about being equal."""
-    precise = deepcopy(model).float()
-    first = {name: way() for name, way in decode_ways(precise, context, torch.float32, options).items()}
-    check(first, TOLERANCES[torch.float32])
+def one_step(batch: int) -> str:
+    return "one step" if batch == 1 else f"one step, batch {batch}"
 
 
-def decode_models(dtype: torch.dtype, options: Options) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-    """A name, the model, and the contexts to measure it at."""
+def decode_models(dtype: torch.dtype, options: Options) -> Iterator[tuple[str, Any, list[tuple[int, int]]]]:
+    """A name, the model, and the contexts and batches to measure it at."""
     sizes, model = options.sizes, subject(options.quick, dtype)
-    yield model.name, model.model, sizes.contexts
+    yield model.name, model.model, [(context, 1) for context in sizes.contexts]
     torch.manual_seed(0)
-    for make, config in ((random_model, sizes.gemma3), (random_gemma4, sizes.gemma4), (random_model, sizes.python)):
+    few = [(context, 1) for context in sizes.few_contexts]
+    for make, config, more in (
+        (random_model, sizes.gemma3, [(sizes.batch_context, sizes.batch)]),
+        (random_gemma4, sizes.gemma4, []),
+        (random_model, sizes.python, []),
+    ):
         other = make(config, dtype)
-        yield random_name(other.config), other, sizes.few_contexts
+        yield random_name(other.config), other, few + more
 
 
-def decode_ways(model: Any, context: int, dtype: torch.dtype, options: Options) -> dict[str, Way]:
+def decode_ways(model: Any, context: int, batch: int, dtype: torch.dtype, options: Options) -> dict[str, Way]:
     config, steps = model.config, options.sizes.decode_steps
-    room = context + steps * (DECODE_PATIENCE * options.rounds + 2)
+    room = context + (steps + 1) * (DECODE_PATIENCE * options.rounds + 2)
     caches = {
         "stock dynamic": DynamicCache(config=config),
         "stock static": StaticCache(config, room),
@@ -789,8 +798,8 @@ def decode_ways(model: Any, context: int, dtype: torch.dtype, options: Options) 
         "swapatch static": swapatch.CompactCache(config, max_cache_len=room),
     }
     for cache in caches.values():
-        fill(cache, config, context, dtype)
-    return {name: decode_way(model, cache, steps, "swapatch" in name) for name, cache in caches.items()}
+        fill(cache, config, context, dtype, batch)
+    return {name: decode_way(model, cache, steps, "swapatch" in name, batch) for name, cache in caches.items()}
 
 
 def fill(cache: Any, config: Any, tokens: int, dtype: torch.dtype, batch: int = 1) -> None:
@@ -806,16 +815,18 @@ def fill(cache: Any, config: Any, tokens: int, dtype: torch.dtype, batch: int = 
 
 
 def decode_way(model: Any, cache: Any, steps: int, patched: bool, batch: int = 1) -> Way:
+    """Some steps, after one that is not timed: the first on a model that was just patched, or just put back."""
     token = torch.full((batch, 1), 5)
 
-    def some_steps() -> Tensor:
-        for _ in range(steps):
+    def some_steps(number: int) -> Tensor:
+        for _ in range(number):
             logits = model(token, **{CACHE_NAME: cache}).logits[:, -1]
         return logits
 
     def run() -> tuple[float, Tensor]:
         with patched_if(patched, model):
-            seconds, logits = timed(some_steps)
+            some_steps(1)
+            seconds, logits = timed(lambda: some_steps(steps))
         return seconds / steps, logits
 
     return run
@@ -940,8 +951,8 @@ def compiled(options: Options) -> Iterator[Row]:
     patched = deepcopy(stock)
     swapatch.patch(patched)
     about = {"case": "compiled", "model": random_name(stock.config), "dtype": name_of(dtype)}
-    for batch in sizes.compiled_batches:
-        about.update(setting=f"one step, batch {batch}", tokens=sizes.compiled_tokens)
+    for batch in (1, sizes.batch):
+        about.update(setting=one_step(batch), tokens=sizes.compiled_tokens)
         try:
             result = compare(compiled_ways(stock, patched, batch, dtype, options), dtype, options)
         except Exception as error:  # whatever a compiler finds to say
@@ -954,7 +965,7 @@ def compiled(options: Options) -> Iterator[Row]:
 def compiled_ways(stock: Any, patched: Any, batch: int, dtype: torch.dtype, options: Options) -> dict[str, Way]:
     torch._dynamo.reset()  # else a second batch would compile for any
     config, tokens, steps = stock.config, options.sizes.compiled_tokens, options.sizes.decode_steps
-    room = tokens + steps * (options.rounds + 4)
+    room = tokens + (steps + 1) * (options.rounds + 4)
     caches = {
         "stock static, compiled": (stock, StaticCache(config, room)),
         "swapatch anchored, compiled": (patched, swapatch.CompactCache(config, max_cache_len=room)),

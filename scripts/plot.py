@@ -53,7 +53,7 @@ def memory(rows: Rows) -> Figure | None:
 
 
 def decode(rows: Rows) -> Figure | None:
-    rows = [row for row in rows if row["case"] == "decode" and row["unit"] == "s"]
+    rows = [row for row in rows if row["case"] == "decode" and row["setting"] == "one step"]
     rows = [row for row in rows if row["model"] == rows[0]["model"]]  # the first; the others are in the table
     wanted = ("stock dynamic", "swapatch anchored", "stock static", "swapatch static")
     title, note = "Time of one decode step", "Global layers attend the whole context, in stock and in swapatch."
