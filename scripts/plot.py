@@ -108,7 +108,7 @@ def lines(
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * scale * max(value for values in found.values() for value in values.values()))
     axes.legend(frameon=False)
     return finish(figure, title, rows, notes)
 
