@@ -954,7 +954,9 @@ def compiled(options: Options) -> Iterator[Row]:
     for batch in (1, sizes.batch):
         about.update(setting=one_step(batch), tokens=sizes.compiled_tokens)
         try:
-            result = compare(compiled_ways(stock, patched, batch, dtype, options), dtype, options)
+            result = compare(
+                compiled_ways(stock, patched, batch, dtype, options), dtype, options, patience=DECODE_PATIENCE
+            )
         except Exception as error:  # whatever a compiler finds to say
             yield Row(unit="s", stock="stock static, compiled", note=f"does not run here: {one_line(error)}", **about)
             continue
@@ -965,7 +967,7 @@ def compiled(options: Options) -> Iterator[Row]:
 def compiled_ways(stock: Any, patched: Any, batch: int, dtype: torch.dtype, options: Options) -> dict[str, Way]:
     torch._dynamo.reset()  # else a second batch would compile for any
     config, tokens, steps = stock.config, options.sizes.compiled_tokens, options.sizes.decode_steps
-    room = tokens + (steps + 1) * (options.rounds + 4)
+    room = tokens + (steps + 1) * (DECODE_PATIENCE * options.rounds + 4)
     caches = {
         "stock static, compiled": (stock, StaticCache(config, room)),
         "swapatch anchored, compiled": (patched, swapatch.CompactCache(config, max_cache_len=room)),

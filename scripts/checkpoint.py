@@ -9,6 +9,7 @@ that folder. The weights are under Google's Gemma terms of use, a copy of which 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import shutil
@@ -141,6 +142,7 @@ def say(line: str) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="checkpoint", description="Make the checkpoint if it is missing.").parse_args()
     print(checkpoint_path())
 
 

@@ -127,11 +127,16 @@ def _refuse_bidirectional(config: Any) -> None:
 
 def _window(config: Any) -> int:
     window = getattr(config, "sliding_window", None)
-    if SLIDING not in config.layer_types:
+    if SLIDING not in _types(config):
         raise _refuse("no sliding layer in layer_types", f"{_UNPATCHED}: there is nothing to bound", "at least one")
     if not isinstance(window, int) or window < 2:
         raise _refuse(f"sliding_window={window!r}", "set sliding_window to 2 or more in the config", "windows from 2")
     return window
+
+
+def _types(config: Any) -> list[str]:
+    """The kinds of the layers that run: fewer while a model drafts with its first ones."""
+    return list(config.layer_types)[: config.num_hidden_layers]
 
 
 def _layers(config: Any) -> tuple[LayerPlan, ...]:
@@ -139,7 +144,7 @@ def _layers(config: Any) -> tuple[LayerPlan, ...]:
     unknown = sorted(set(config.layer_types) - set(kinds))
     if unknown:
         raise _refuse(f"layer_types with {unknown}", f"only {sorted(kinds)} are known: use the model unpatched")
-    types = list(config.layer_types)[: config.num_hidden_layers]  # fewer while a model drafts with its first layers
+    types = _types(config)
     own = len(types) - (getattr(config, "num_kv_shared_layers", 0) or 0)
     if orphans := sorted(set(types) - set(types[:own])):
         raise _refuse(f"no layer of {orphans} with keys and values of its own", _UNPATCHED)

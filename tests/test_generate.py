@@ -543,11 +543,12 @@ def shared_state_drafter(target: Model) -> Model:
     return transformers.Gemma4AssistantForCausalLM(whole).eval()
 
 
-def test_leaving_early_to_draft(family: Family, layout: str) -> None:
-    """The first layers of the model draft: meanwhile its config says that it has no others."""
+@pytest.mark.parametrize("layers", (1, 3))
+def test_leaving_early_to_draft(family: Family, layout: str, layers: int) -> None:
+    """The first layers of the model draft: meanwhile its config says that it has no others, perhaps no sliding one."""
 
     def call(model: Model) -> Any:
-        return generate(draft(model, 3), NEW, **prompt(family, model, PROMPT), assistant_early_exit=3)
+        return generate(draft(model, 3), NEW, **prompt(family, model, PROMPT), assistant_early_exit=layers)
 
     # Each on a model of its own: where stock cannot do it, the config stays as it was at the failure.
     want = outcome(family.build(8), None, call)
@@ -557,7 +558,7 @@ def test_leaving_early_to_draft(family: Family, layout: str) -> None:
     else:
         assert_same_outcome(got, want)
         assert isinstance(cache_of(got.output), swapatch.CompactCache)
-        assert got.stock == 0
+        assert got.stock == 0 or layers == 1
 
 
 @some_families
