@@ -789,7 +789,7 @@ def decode_models(dtype: torch.dtype, options: Options) -> Iterator[tuple[str, A
 
 def decode_ways(model: Any, context: int, batch: int, dtype: torch.dtype, options: Options) -> dict[str, Way]:
     config, steps = model.config, options.sizes.decode_steps
-    room = context + (steps + 1) * (DECODE_PATIENCE * options.rounds + 2)
+    room = room_for(context, options)
     caches = {
         "stock dynamic": DynamicCache(config=config),
         "stock static": StaticCache(config, room),
@@ -800,6 +800,11 @@ def decode_ways(model: Any, context: int, batch: int, dtype: torch.dtype, option
     for cache in caches.values():
         fill(cache, config, context, dtype, batch)
     return {name: decode_way(model, cache, steps, "swapatch" in name, batch) for name, cache in caches.items()}
+
+
+def room_for(context: int, options: Options) -> int:
+    """Tokens of a static cache for all steps of a way, the untimed ones and the calls before the rounds included."""
+    return context + (options.sizes.decode_steps + 1) * (DECODE_PATIENCE * options.rounds + 4)
 
 
 def fill(cache: Any, config: Any, tokens: int, dtype: torch.dtype, batch: int = 1) -> None:
@@ -967,7 +972,7 @@ def compiled(options: Options) -> Iterator[Row]:
 def compiled_ways(stock: Any, patched: Any, batch: int, dtype: torch.dtype, options: Options) -> dict[str, Way]:
     torch._dynamo.reset()  # else a second batch would compile for any
     config, tokens, steps = stock.config, options.sizes.compiled_tokens, options.sizes.decode_steps
-    room = tokens + (steps + 1) * (DECODE_PATIENCE * options.rounds + 4)
+    room = room_for(tokens, options)
     caches = {
         "stock static, compiled": (stock, StaticCache(config, room)),
         "swapatch anchored, compiled": (patched, swapatch.CompactCache(config, max_cache_len=room)),

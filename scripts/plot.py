@@ -43,14 +43,8 @@ def prefill(rows: Rows) -> Figure | None:
     wanted = ("stock sdpa", "swapatch", "stock sdpa, chunked", "swapatch, chunked")
     title = "Time of a whole prefill"
     chunk = next((row["setting"] for row in rows if row["setting"].startswith("prefill_chunk_size")), "none")
-    return lines(
-        rows,
-        wanted,
-        title,
-        "prompt, tokens",
-        "seconds",
-        notes=f"chunked: {chunk}. A line that is not seen lies under another.",
-    )
+    note = f"chunked: {chunk}. A line that is not seen lies under another."
+    return lines(rows, wanted, title, "prompt, tokens", "seconds", notes=note)
 
 
 def memory(rows: Rows) -> Figure | None:
