@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure stock and swapatch, and draw what the README shows. Arguments go to scripts/bench.py: --quick for toy sizes
+# Measure stock and swapatch, and draw what the README shows. Arguments go to scripts/bench: --quick for toy sizes
 # (a minute or two; its pictures stay in bench-results/quick), --only layer-prefill decode, --help for the rest.
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -13,6 +13,6 @@ prepare demo bench
 say "checkpoint"
 "$python" scripts/checkpoint.py
 say "measuring (all of it takes 20 to 30 minutes on two quiet cores; anything else that runs meanwhile spoils it)"
-"$python" scripts/bench.py "$@" --out "$results"
+"$python" scripts/bench "$@" --out "$results"
 say "drawing"
 "$python" scripts/plot.py --results "$results/bench.json" --assets "$pictures"

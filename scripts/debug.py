@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import swapatch
-from swapatch.attention import BACKENDS
+from swapatch.attention import KERNELS
 
 PROMPT = torch.randint(5, 99, (1, 90), generator=torch.Generator().manual_seed(0))
 
@@ -46,7 +46,7 @@ def faulty(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     """The planted fault: a single query does not see the oldest key."""
     if query.shape[2] == 1:
         key, value = key[:, :, 1:], value[:, :, 1:]
-    return BACKENDS["reference"](query, key, value, mask, causal, scale)
+    return KERNELS["reference"](query, key, value, mask, causal, scale)
 
 
 def generate(model: Gemma3ForCausalLM) -> list[int]:
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         model(PROMPT)
     log.setLevel(logging.WARNING)
 
-    with mock.patch.dict(BACKENDS, windowed=faulty):
+    with mock.patch.dict(KERNELS, windowed=faulty):
         say("one process, patched and stock: a block, or the environment, switches the patch off")
         print("patched          ", generate(model))
         with swapatch.disabled():

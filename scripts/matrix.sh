@@ -26,7 +26,7 @@ for version in "${versions[@]}"; do
     "$python" -m pip install -q --disable-pip-version-check -c "$venv/constraints.txt" "transformers==$version" -e . --group test ||
         fail "transformers $version could not be installed (pip's own words are above)"
     # shellcheck disable=SC2086  # PYTEST_ARGS holds several words
-    if HF_HUB_OFFLINE=1 "$python" -m pytest -q -n 2 -p no:cacheprovider --deselect tests/test_checkpoint.py ${PYTEST_ARGS:-} > "$venv/log.txt" 2>&1; then
+    if HF_HUB_OFFLINE=1 "$python" -m pytest -q -n 2 -p no:cacheprovider --all --deselect tests/test_checkpoint.py ${PYTEST_ARGS:-} > "$venv/log.txt" 2>&1; then
         word=passed
     else
         word=FAILED

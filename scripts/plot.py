@@ -1,4 +1,4 @@
-"""Draw what scripts/bench.py measured, as the PNGs that the README shows.
+"""Draw what scripts/bench measured, as the PNGs that the README shows.
 
 python scripts/plot.py                                  # bench-results/bench.json to assets/
 python scripts/plot.py --results FILE --assets FOLDER
@@ -218,13 +218,13 @@ def draw(results: Path, assets: Path) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="plot", description="Draw what scripts/bench.py measured.")
+    parser = argparse.ArgumentParser(prog="plot", description="Draw what scripts/bench measured.")
     default = Path("bench-results", "bench.json")
     parser.add_argument("--results", metavar="FILE", type=Path, default=default, help="default: %(default)s")
     parser.add_argument("--assets", metavar="FOLDER", type=Path, default=Path("assets"), help="default: %(default)s")
     options = parser.parse_args()
     if not options.results.is_file():
-        raise SystemExit(f"plot: there is no {options.results}; scripts/bench.py makes it")
+        raise SystemExit(f"plot: there is no {options.results}; scripts/bench.sh makes it")
     draw(options.results, options.assets)
 
 

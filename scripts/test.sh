@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite, with what it needs. Arguments go to pytest, for example -k cache.
+# The core of the test suite, with what it needs; with --all the whole of it. Arguments go to pytest, such as -k cache.
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 

@@ -23,7 +23,8 @@ from ._errors import (
 )
 from .api import PatchHandle, Status, is_patched, patch, status, unpatch
 from .cache import CompactCache
-from .report import LayerReport, Report, report
+from .calls import CallCounts
+from .sizes import LayerReport, Report, report
 from .switch import disabled
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyPatchedError",
     "CacheStateError",
+    "CallCounts",
     "CompactCache",
     "LayerReport",
     "PatchConflictError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType, TracebackType
 from typing import Any
@@ -15,13 +15,14 @@ from transformers.masking_utils import create_masks_for_generate
 from ._compat import CACHE_NAME, check_signatures, check_version
 from ._errors import AlreadyPatchedError, PatchConflictError, UnsupportedModelError, explain
 from ._undo import UndoLog
-from .attention import NAMES, spyre
-from .cache import LAYOUTS, check_layout
-from .families import Family, family_of
+from .backends import BACKENDS, NAMES, choose
+from .calls import CallCounts, Calls
+from .families import Family, family_of, plan_model
 from .generate import MAKE_MASKS, PREPARE_CACHE, CacheMaker, MethodWrapper, StepMaker
-from .hooks import Options, StepHook, commit_hook
-from .masks import text_masks
-from .plan import ModelPlan, plan_model
+from .hooks import EntryHook, Options, exit_hook
+from .layers import LAYOUTS, check_layout
+from .plan import ModelPlan
+from .step import forward
 from .switch import is_disabled
 
 logger = logging.getLogger("swapatch")
@@ -55,7 +56,7 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
 
     >>> with patch(model, layout="ring") as handle:
     ...     handle
-    <swapatch: Gemma3ForCausalLM, 5 of 6 layers, window 64, ring 64 rows, auto, active>
+    <swapatch: Gemma3ForCausalLM, 5 of 6 layers, window 64, ring 64 rows, windowed/cpu, active>
     >>> is_patched(model)
     False
     """
@@ -74,8 +75,8 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
         )
     plan = plan_model(model)
     _check_transformers(plan, strict)
-    if backend == "spyre":
-        spyre.operator()
+    if backend in BACKENDS:
+        BACKENDS[backend].check()
     parts = _locate(model, plan)
     handle = PatchHandle(model, plan, layout, backend, UndoLog())
     try:
@@ -114,13 +115,17 @@ def is_patched(model: Any) -> bool:
 
 
 def status(model: Any) -> Status:
-    """What the patch of a model is, and whether anybody has changed a replaced method since.
+    """What the patch of a model is, what happened to its calls, and whether anybody has changed anything since.
 
-    >>> status(model)
-    Status(patched=False, layout=None, backend=None, window=None, sliding_layers=(), layers=0, irregular=())
+    >>> status(model).patched
+    False
     >>> with patch(model):
     ...     status(model).sliding_layers
+    ...     logits = model(torch.tensor([[5, 6, 7]]), use_cache=False).logits
+    ...     logits = model(torch.tensor([[5, 6, 7]]), output_attentions=True).logits
+    ...     status(model).calls
     (0, 1, 2, 3, 4)
+    CallCounts(windowed={'uncached': 1}, stock={'attention weights are wanted': 1})
     """
     handle = _find_handle(model)
     if handle is None or handle.plan is None:
@@ -133,6 +138,7 @@ def status(model: Any) -> Status:
         sliding_layers=handle.plan.sliding,
         layers=len(handle.plan.layers),
         irregular=tuple(handle._log.irregular()),
+        calls=handle._calls.now(),
     )
 
 
@@ -147,6 +153,7 @@ class Status:
         sliding_layers: indices of the layers that were replaced.
         layers: how many layers the model has.
         irregular: replaced attributes that somebody has changed since; undo refuses while there are any.
+        calls: what happened to its calls since the patch.
     """
 
     patched: bool
@@ -156,6 +163,7 @@ class Status:
     sliding_layers: tuple[int, ...] = ()
     layers: int = 0
     irregular: tuple[str, ...] = ()
+    calls: CallCounts = field(default_factory=CallCounts)
 
 
 class PatchHandle:
@@ -171,7 +179,7 @@ class PatchHandle:
     (True, 64)
     >>> handle.undo()
     >>> handle
-    <swapatch: Gemma3ForCausalLM, 5 of 6 layers, window 64, anchored 128 rows, auto, inactive>
+    <swapatch: Gemma3ForCausalLM, 5 of 6 layers, window 64, anchored 128 rows, windowed/cpu, inactive>
     """
 
     def __init__(self, model: Any, plan: ModelPlan | None, layout: str, backend: str, log: UndoLog) -> None:
@@ -180,6 +188,7 @@ class PatchHandle:
         self.layout = layout
         self.backend = backend
         self._log = log
+        self._calls = Calls()
 
     @property
     def active(self) -> bool:
@@ -210,7 +219,7 @@ class PatchHandle:
             return f"<swapatch: {name}, switched off, {state}>"
         layers = f"{len(self.plan.sliding)} of {len(self.plan.layers)} layers"
         rows = f"window {self.plan.window}, {self.layout} {LAYOUTS[self.layout].base_rows(self.plan.window)} rows"
-        return f"<swapatch: {name}, {layers}, {rows}, {self.backend}, {state}>"
+        return f"<swapatch: {name}, {layers}, {rows}, {_in_force(self.backend, self.model)}, {state}>"
 
 
 @dataclass
@@ -220,7 +229,7 @@ class _Parts:
     family: Family
     text: nn.Module
     attentions: list[tuple[str, nn.Module]]
-    visions: list[nn.Module]
+    outer: list[nn.Module]
     generators: list[tuple[str, nn.Module]]
 
 
@@ -275,8 +284,8 @@ def _locate(model: Any, plan: ModelPlan) -> _Parts:
     for name, attention in attentions:
         _check_attention(name, attention, family)
     generators = [(name, module) for name, module in named.items() if isinstance(module, GenerationMixin)]
-    visions = [module for module in named.values() if isinstance(module, family.vision_model)]
-    return _Parts(family, named[texts[0]], attentions, visions, generators)
+    outer = [module for module in named.values() if family.outer_model and isinstance(module, family.outer_model)]
+    return _Parts(family, named[texts[0]], attentions, outer, generators)
 
 
 def _check_attention(name: str, attention: nn.Module, family: Family) -> None:
@@ -301,20 +310,30 @@ def _forward_slot(module: nn.Module) -> str:
 def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
     log = handle._log
     log.set(_HANDLE, parts.text, _HANDLE, handle)  # taken off last: an undo that was interrupted finds it again
-    shown = f"swapatch: window {plan.window}, {handle.layout}, {handle.backend}"
     for name, attention in parts.attentions:
         slot = _forward_slot(attention)
-        log.set(f"{name}.{slot}", attention, slot, MethodType(parts.family.forward, attention))
-        log.set(f"{name}.extra_repr", attention, "extra_repr", partial(str, shown))  # what print(model) shows
-    options = Options(handle.layout, handle.backend, causal=not plan.bidirectional)
-    types_name = parts.family.types_name if plan.bidirectional else None
+        log.set(f"{name}.{slot}", attention, slot, MethodType(forward, attention))
+        shown = partial(_describe, attention, plan.window, handle.layout, handle.backend)
+        log.set(f"{name}.extra_repr", attention, "extra_repr", shown)  # for print(model)
+    options = Options(parts.family, handle.layout, handle.backend, not plan.bidirectional, handle._calls)
     for name, generator in parts.generators:
         prefix = f"{name}." if name else ""
         wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
         log.set(f"{prefix}{PREPARE_CACHE}", generator, PREPARE_CACHE, wrapper)
         stock = getattr(generator, MAKE_MASKS, create_masks_for_generate)
-        log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, options, types_name))
-    for module in parts.visions:
-        log.hook_before(module, StepHook(options, parts.family.masks, types_name))
-    log.hook_before(parts.text, StepHook(options, text_masks))
-    log.hook_after(parts.text, commit_hook)
+        log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, options))
+    for module in parts.outer:
+        log.hook_before(module, EntryHook(options, module, parts.text))
+    log.hook_before(parts.text, EntryHook(options, parts.text, parts.text))
+    log.hook_after(parts.text, exit_hook)
+
+
+def _describe(attention: nn.Module, window: int, layout: str, backend: str) -> str:
+    """What ``print(model)`` shows of a patched layer."""
+    return f"swapatch: window {window}, {layout}, {_in_force(backend, attention)}"
+
+
+def _in_force(backend: str, module: nn.Module) -> str:
+    """The backend that computes where a module is now, and the type of that device: ``"windowed/cpu"``."""
+    device = next(module.parameters()).device
+    return f"{choose(backend, device).name}/{device.type}"

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 import wrapt
-from torch import Tensor
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from ._compat import CACHE_NAME, cache_in
 from .cache import CompactCache, make_cache
-from .hooks import Options, begin, by_name, is_fast
+from .hooks import Left, Options, Request, begin, by_name, enter, kind_of, why_stock
 from .plan import SLIDING, text_config
 from .switch import is_disabled
 
@@ -64,28 +63,31 @@ class StepMaker:
     Attributes:
         stock: the function that would make them.
         options: of the patch.
-        types_name: its argument for token types, where tokens of one image see each other both ways.
     """
 
     stock: Callable[..., Any]
     options: Options
-    types_name: str | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = by_name(self.stock, args, kwargs)
         cache, config = cache_in(call), text_config(call["config"])
-        if not isinstance(cache, CompactCache) or not is_fast(call, config):
+        masks = self._begin(call, cache, config)
+        if isinstance(masks, Left):  # the hook of the text model counts it
             return self.stock(**call)
-        types = call.get(self.types_name or "")
-        masks = begin(
-            cache, config, call["inputs_embeds"], call.get("attention_mask"), types, self._masks, self.options
-        )
         masks[SLIDING].stock_masks = partial(self.stock, **call)
+        self.options.calls.count("windowed", kind_of(masks[SLIDING]))
         return masks
 
-    def _masks(self, config: Any, types: Tensor | None, **call: Any) -> Any:
-        named = {} if self.types_name is None else {self.types_name: types}
-        return self.stock(config=config, position_ids=None, **named, **call)
+    def _begin(self, call: dict[str, Any], cache: Any, config: Any) -> dict[str, Any] | Left:
+        like = call["inputs_embeds"]
+        if cache is None:
+            return Left("masks asked for without a cache")
+        if isinstance(reason := why_stock(call, config), Left):
+            return reason
+        if isinstance(cache, CompactCache):
+            enter(cache, config, like.shape[0])
+        types = None if self.options.causal else call.get(self.options.family.types_name or "")
+        return begin(self.options, config, Request(cache, like, call.get("attention_mask"), types, ahead=True))
 
 
 class MethodWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not generic at run time

@@ -1,8 +1,11 @@
 """The hooks around the text model's forward, where a step begins and ends.
 
-Before the text model runs, a hook looks at the call. If swapatch handles it, the call goes on with a
-:class:`~swapatch.step.Step` in the place of the sliding mask. If not (training, a cache of another kind, attention
-weights wanted, a ready-made mask), the layers get a mask or None as ever, and run their stock code.
+Before the text model runs, a hook looks at the call. If swapatch computes it, the call goes on with a
+:class:`~swapatch.step.Step` in the place of the sliding mask. If not (attention weights wanted, a ready-made mask,
+another kernel), the layers get a mask or None as ever, and run their stock code.
+
+A compiler reads all of this like any other code of the model. Only a call on a compact cache begins outside of the
+graph: there positions are numbers, and rows may have to move.
 """
 
 from __future__ import annotations
@@ -10,27 +13,29 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from ._compat import CACHE_NAME, CACHE_NAMES, cache_in
 from ._errors import CacheStateError, explain
-from .attention import BACKENDS, choose, spyre
+from .attention.windowed import is_replaced
+from .backends import ModelCall, choose
 from .cache import CompactCache, make_cache
+from .calls import Calls
+from .families import Family
 from .geometry import Span
-from .masks import CausalWindow, ImageWindow, MaskMaker, global_mask
+from .masks import global_mask, rule_name
 from .plan import GLOBAL, SLIDING, text_config
-from .spyre_step import SpyreDecode, SpyrePrefill
-from .step import DecodeStep, FixedStep, Step
+from .step import FixedRowStep, Step
 from .switch import is_disabled
 
 logger = logging.getLogger("swapatch")
 
-FAST_ATTENTION = ("sdpa", "eager")
+KNOWN_ATTENTION = ("sdpa", "eager")
 """Attention implementations that swapatch stands in for; with another one the stock code attends compact rows."""
 
 
@@ -39,146 +44,246 @@ class Options:
     """How a model is patched.
 
     Attributes:
+        family: of the model.
         layout: how the sliding buffers are laid out.
         backend: who computes the attention.
         causal: whether no token ever sees a later one; else tokens of one image see each other both ways.
+        calls: counts what happens.
     """
 
+    family: Family
     layout: str
     backend: str
     causal: bool
+    calls: Calls = field(default_factory=Calls)
 
 
-@dataclass
-class StepHook:
+class Left(str):
+    """In words, why a call is left to stock."""
+
+    __slots__ = ()
+
+
+class EntryHook:
     """The hook before a model's forward: puts a :class:`Step` into the call, and a cache where one is missing.
 
-    It sits on the text model, and on the vision model around it, which makes the masks when there is one.
+    It sits on the text model, and on the model around it, which makes the masks when there are images.
 
-    Attributes:
+    Args:
         options: of the patch.
-        maker: makes masks as the module would; its first argument is the text config.
-        types_name: the module's argument for token types, where tokens of one image see each other both ways.
+        module: that the hook is for: the text model, or the one around it.
+        text: the text model.
     """
 
-    options: Options
-    maker: MaskMaker
-    types_name: str | None = None
+    def __init__(self, options: Options, module: nn.Module, text: Any) -> None:
+        self.options = options
+        self.text = text
+        self.is_text = module is text
+        self.types_name = None if self.is_text or options.causal else options.family.types_name
+        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]  # without self
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # positions are numbers here, and only here
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = _by_name(module, args, kwargs)
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = {**dict(zip(self.names, args)), **kwargs}  # noqa: B905  # as many as were given
         given = [call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None]
         if len(given) != 1:
             return None
-        config, cache = text_config(module), cache_in(call)
-        if _needs_gradients(module, given[0]):
-            _leave_to_stock(cache, config, given[0], "gradients are on")
-            return None
-        if isinstance(step := _sliding_mask(call), Step):
-            if step.stock_masks is not None and _wanted(call, config, "output_attentions"):
+        step = _sliding_mask(call)
+        if isinstance(step, Step):  # begun outside, or by the hook of the model around this one
+            if step.stock_masks is not None and _wanted(call, text_config(module), "output_attentions"):
                 call["attention_mask"] = step.stock_masks()
+                self.options.calls.move(kind_of(step), "attention weights are wanted")
             return (), call
-        if cache is None and self._makes_cache(module, call) and not is_disabled():
-            cache = make_cache(config, layout=self.options.layout)
+        traced, cache = torch.compiler.is_compiling(), cache_in(call)
+        made = cache is None and self._makes_cache(module, call)
+        if made:
+            cache = make_cache(text_config(module), layout=self.options.layout)
             if cache is not None:
                 call = {name: value for name, value in call.items() if name not in CACHE_NAMES}
                 call[CACHE_NAME] = cache
-        if isinstance(cache, CompactCache) and is_fast(call, config):
-            batch, tokens = given[0].shape[:2]
-            like = torch.empty((batch, tokens, 0), dtype=_dtype(module, given[0]), device=given[0].device)
-            types = call.get(self.types_name or "")
-            masks = begin(cache, config, like, call.get("attention_mask"), types, self.maker, self.options)
+        # A cache that holds tokens has positions, which are numbers: that begins outside of the graph.
+        begin = self._begin_outside if isinstance(cache, CompactCache) and not made else self._begin
+        masks = begin(module, call, given[0], traced)
+        if not isinstance(masks, Left):
             call["attention_mask"] = masks
-            if call.get("position_ids") is None:
-                # As stock counts them, but here: a compiled forward would take the length for a constant.
-                positions = torch.arange(*masks[SLIDING].queries, device=given[0].device)
-                call["position_ids"] = positions.unsqueeze(0)
-        else:
-            _leave_to_stock(cache, config, given[0], config._attn_implementation)
+            if traced and isinstance(masks[SLIDING], FixedRowStep):
+                self._place(module, call, masks[SLIDING], given[0].device)
         return (), call
 
     def _makes_cache(self, module: Any, call: dict[str, Any]) -> bool:
         """Whether the forward would make a cache where none was passed, and this hook is the one to do it."""
-        config = text_config(module)
-        asked = _wanted(call, config, "use_cache")
-        if not asked or (call.get("use_cache") is None and getattr(module.config, "use_cache", True) is False):
+        if module.training or not _uses_cache(module, call) or is_disabled():
             return False
         # A vision model makes its masks before there is a cache, and takes sequences apart that positions show packed.
-        return module.config is config or call.get("attention_mask") is not None or not _packed(call)
+        positions = call.get("position_ids")
+        if self.is_text or positions is None or call.get("attention_mask") is not None:
+            return True
+        return not torch.compiler.is_compiling() and not bool((_segments(positions) != 0).any())
+
+    def _begin(self, module: Any, call: dict[str, Any], given: Tensor, traced: bool) -> dict[str, Any] | Left:
+        """What goes into the call in the place of its attention mask, by layer type."""
+        config, cache = text_config(module), cache_in(call)
+        like = torch.empty((*given.shape[:2], 0), dtype=_dtype(module, given), device=given.device)
+        if isinstance(cache, CompactCache):
+            enter(cache, config, like.shape[0])
+        positions = call.get("position_ids") if self._may_be_packed(module, call) else None
+        if isinstance(reason := why_stock(call, config) or self._dropout(), Left):
+            masks: dict[str, Any] | Left = reason
+        else:
+            types = call.get(self.types_name or "")
+            asked = Request(cache, like, call.get("attention_mask"), types, positions, fixed=traced)
+            masks = begin(self.options, config, asked)
+        if isinstance(masks, Left):
+            if self.is_text:  # else the hook of the text model finds it, too
+                self.options.calls.count("stock", masks)
+                if not traced:
+                    logger.debug("left to stock: %s", masks)
+            return masks
+        if module.training and torch.is_grad_enabled():
+            kind = "training"
+        elif cache is None and not _uses_cache(module, call):
+            kind = "uncached"
+        else:
+            kind = kind_of(masks[SLIDING])
+        self.options.calls.count("windowed", kind)
+        return masks
+
+    _begin_outside = torch.compiler.disable(_begin)  # type: ignore[no-untyped-call]
+
+    def _dropout(self) -> Left | None:
+        if self.text.training and any(layer.self_attn.attention_dropout for layer in self.text.layers):
+            return Left("attention dropout")
+        return None
+
+    def _may_be_packed(self, module: Any, call: dict[str, Any]) -> bool:
+        """Whether the masks that this module makes take packed sequences apart, if the positions show any."""
+        if call.get("attention_mask") is not None or cache_in(call) is not None:
+            return False
+        return not self.is_text or not _uses_cache(module, call)
+
+    def _place(self, module: Any, call: dict[str, Any], step: Step, device: torch.device) -> None:
+        """Count positions as stock does, but before the graph, which would take the length for a constant.
+
+        Not where somebody who comes after this hook could still want to place them.
+        """
+        last = next(reversed(module._forward_pre_hooks.values())) is self
+        if call.get("position_ids") is None and last and "forward" not in vars(module):
+            call["position_ids"] = torch.arange(*step.queries, device=device).unsqueeze(0)
 
 
-def begin(
-    cache: CompactCache,
-    config: Any,
-    like: Tensor,
-    padding: Tensor | None,
-    types: Tensor | None,
-    maker: MaskMaker,
-    options: Options,
-) -> dict[str, Any]:
+class Request(NamedTuple):
+    """A call of the model, before it is known what becomes of it.
+
+    Attributes:
+        cache: of the call, or None.
+        like: stands for the embeddings, ``[batch, tokens, any]``: shape, dtype and device.
+        padding: its 2D attention mask, ``[batch, positions]``.
+        types: its token types, ``[batch, positions]``, where tokens of one image see each other both ways.
+        positions: its position ids, ``[batch or 1, tokens]``, if they may show packed sequences.
+        fixed: whether the call is compiled.
+        ahead: whether ``generate`` makes the masks, ahead of the call.
+    """
+
+    cache: Any
+    like: Tensor
+    padding: Tensor | None
+    types: Tensor | None
+    positions: Tensor | None = None
+    fixed: bool = False
+    ahead: bool = False
+
+
+def begin(options: Options, config: Any, asked: Request) -> dict[str, Any] | Left:
     """Begin a step: what goes into a call in the place of its attention mask, by layer type.
 
-    Args:
-        cache: the cache of the call.
-        config: of the text model that is called.
-        like: stands for the embeddings, ``[batch, tokens, any]``.
-        padding: the 2D attention mask of the call.
-        types: its token types, where tokens of one image see each other both ways.
-        maker: makes the masks of the call as the model would; its first argument is the config.
-        options: of the patch.
-
     Raises:
-        CacheStateError: when the cache is half written, or made for another window or number of sequences.
         SpyreContractError: when the Spyre operator cannot be used.
     """
+    cache, like, padding, types, positions, fixed, ahead = asked
     batch, tokens = like.shape[:2]
-    backend = choose(options.backend, like.device)
-    _enter(cache, config, batch)
-    maker = partial(maker, config)
-    if backend == "spyre":
-        spyre.operator()
-        spyre.check_dtype(like.dtype)
+    place = _place_of(cache, config, tokens, fixed)
+    if isinstance(place, Left):
+        return place
+    seen, first_key = place
+    segments = None
+    if cache is None and padding is not None and padding.shape[1] != tokens:
+        return Left("a mask for other tokens than those of the call, and no cache")
+    if positions is not None:
+        segments = _segments(positions).expand(batch, -1)
+        if types is not None and not fixed and bool((segments != 0).any()):
+            return Left("packed sequences with images")
     # The global mask first: it reads how long the cache is, and a failure must leave the cache alone.
-    full = global_mask(maker, cache, like, padding, types)
-    if backend == "spyre":  # masks are made on the CPU
-        padding, types = (None if given is None else given.cpu() for given in (padding, types))
-    layers = cache.sliding
-    window, seen = cache.plan.window, layers[0].seen
-    rule = CausalWindow(window, padding) if types is None else ImageWindow(window, padding, maker, types)
+    full = global_mask(options.family, config, cache, seen, like, padding, types, positions, ahead)
     queries = Span(seen, seen + tokens)
-    attention = BACKENDS.get(backend, BACKENDS["windowed"])
-    many = tokens > 1 or not seen or types is not None
-    if not many:
-        for layer in layers:
-            layer.make_room(1)
-    step: Step
-    if many and backend == "spyre":
-        step = SpyrePrefill(cache, rule, queries, attention, batch=batch, dtype=like.dtype, causal=options.causal)
-    elif many:
-        step = Step(cache, rule, queries, attention)
-    elif backend == "spyre":
-        step = SpyreDecode(cache, rule, queries, attention)
-    else:
-        step = (FixedStep if cache.fixed else DecodeStep)(cache, rule, queries, attention)
-    logger.debug("positions %d to %d: %s, %s, %r", *queries, type(step).__name__, backend, layers[0])
+    backend = choose(options.backend, like.device)
+    call = ModelCall(
+        family=options.family,
+        window=config.sliding_window,
+        cache=cache,
+        queries=queries,
+        first_key=first_key,
+        like=like,
+        padding=padding,
+        segments=segments,
+        types=types,
+        images=rule_name(options.family, ahead),
+        causal=options.causal,
+        fixed=fixed,
+    )
+    step = backend.begin(call)
+    if isinstance(step, str):
+        return Left(step)
+    if not fixed:
+        logger.debug("positions %d to %d: %s, %s", *queries, type(step).__name__, backend.name)
     return {GLOBAL: full, SLIDING: step}
 
 
-def _packed(call: dict[str, Any]) -> bool:
-    """Whether the positions of a call, ``[batch, tokens]``, start anew in the middle of a row."""
-    positions = call.get("position_ids")
-    return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
-
-
-def _leave_to_stock(cache: Any, config: Any, given: Tensor, why: str) -> None:
+def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, int] | Left:
+    """Tokens that the sliding layers of a cache have seen, and the position of the first row they will return."""
+    if cache is None:
+        return 0, 0
+    if not isinstance(cache, Cache):
+        return Left(f"{type(cache).__name__}, which is no Cache of transformers")
     if isinstance(cache, CompactCache):
-        _enter(cache, config, given.shape[0])
-    logger.debug("left to stock: %s cache, %s", type(cache).__name__, why)
+        seen = cache.sliding[0].seen
+        return seen, cache.sliding[0].get_mask_sizes(tokens)[1]
+    if tokens == 1 and cache.is_compileable:
+        return Left(f"one token over a {type(cache).__name__}, whose steps have one shape as they are")
+    layer = list(config.layer_types).index(SLIDING)
+    seen = cache.get_query_offset(layer)
+    if isinstance(seen, Tensor) and traced:
+        return Left(f"a {type(cache).__name__} that counts on the device, in a compiled graph")
+    return int(seen) if isinstance(seen, Tensor) else seen, cache.get_mask_sizes(tokens, layer)[1]
 
 
-def _enter(cache: CompactCache, config: Any, batch: int) -> None:
-    """Refuse a cache that is another model's or that an interrupted forward left half written; note that one begins."""
+def why_stock(call: dict[str, Any], config: Any) -> Left | None:
+    """Why our attention does not stand in for stock's in a call, as far as its arguments say."""
+    if not isinstance(cache_in(call), CompactCache) and is_disabled():
+        return Left("swapatch is switched off")
+    if config._attn_implementation not in KNOWN_ATTENTION:
+        return Left(f"attention implementation {config._attn_implementation!r}")
+    if _wanted(call, config, "output_attentions"):
+        return Left("attention weights are wanted")
+    if (getattr(config, "is_causal", True) if call.get("is_causal") is None else call["is_causal"]) is False:
+        return Left("is_causal=False")
+    if torch.compiler.is_compiling() and is_replaced():
+        return Left("torch's attention was replaced, and the call is compiled")
+    padding = call.get("attention_mask")
+    if padding is not None and not (isinstance(padding, Tensor) and padding.ndim == 2):
+        return Left("a ready-made mask")
+    return None
+
+
+def kind_of(step: Step) -> str:
+    """Whether a step over a cache is a ``"prefill"`` or a ``"decode"``."""
+    return "decode" if step.queries.size == 1 and step.queries.start else "prefill"
+
+
+def enter(cache: CompactCache, config: Any, batch: int) -> None:
+    """Note that a forward begins on a cache.
+
+    Raises:
+        CacheStateError: it is another model's, or one that an interrupted forward left half written.
+    """
     if cache.plan.window != config.sliding_window:
         raise CacheStateError(
             explain(
@@ -196,6 +301,8 @@ def _enter(cache: CompactCache, config: Any, batch: int) -> None:
                 "start a new cache: an interrupted forward left this one half written",
             )
         )
+    for layer in layers:
+        layer.leave_inference_mode()
     cache.begun = lengths[0]
     if lengths[0] and layers[0].keys.shape[0] != batch:
         raise CacheStateError(
@@ -207,21 +314,16 @@ def _enter(cache: CompactCache, config: Any, batch: int) -> None:
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def commit_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def exit_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """The hook after the text model's forward: the step is done, its tokens count."""
     step, cache = _sliding_mask(kwargs), cache_in(kwargs)
     if isinstance(step, Step):
-        step.commit()
+        step.done = True
         shared = getattr(output, "shared_kv_states", None)
         if shared and SLIDING in shared:
-            shared[SLIDING] = step.shared(*shared[SLIDING])
+            shared[SLIDING] = step.time_order(cache, *shared[SLIDING])
     if isinstance(cache, CompactCache):
         cache.begun = None
-
-
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return by_name(type(module).forward, (module, *args), kwargs) if args else dict(kwargs)
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -236,27 +338,32 @@ def _sliding_mask(call: dict[str, Any]) -> Any:
     return masks.get(SLIDING) if isinstance(masks, dict) else masks
 
 
-def _needs_gradients(module: nn.Module, given: Tensor) -> bool:
-    """Whether anybody may want to go backward through this call; then it is all stock's."""
-    if module.training:
-        return True
-    return torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in module.parameters()))
-
-
-def is_fast(call: dict[str, Any], config: Any) -> bool:
-    """Whether our attention stands in for stock's: not for weights wanted, ready-made masks, other kernels or rules."""
-    padding = call.get("attention_mask")
-    flat = padding is None or (isinstance(padding, Tensor) and padding.ndim == 2)
-    causal = getattr(config, "is_causal", True) if call.get("is_causal") is None else call["is_causal"]
-    known = config._attn_implementation in FAST_ATTENTION and causal is not False
-    return flat and known and not _wanted(call, config, "output_attentions")
-
-
 def _wanted(call: dict[str, Any], config: Any, name: str) -> bool:
     return bool(getattr(config, name, False) if call.get(name) is None else call[name])
 
 
-def _dtype(module: nn.Module, given: Tensor) -> torch.dtype:
+def _uses_cache(module: Any, call: dict[str, Any]) -> bool:
+    """Whether the text model will make a cache where none is passed."""
+    if getattr(module, "gradient_checkpointing", False) and module.training and torch.is_grad_enabled():
+        return False
+    asked = call.get("use_cache")
+    if asked is None:  # a model around the text model asks its own config first
+        asked = getattr(module.config, "use_cache", True) is not False and getattr(
+            text_config(module), "use_cache", True
+        )
+    return bool(asked)
+
+
+def _segments(positions: Tensor) -> Tensor:
+    """The number of the packed sequence that each token belongs to: a new one begins where positions do not go on."""
+    return (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _dtype(module: Any, given: Tensor) -> torch.dtype:
+    """What the embeddings are in."""
     if given.is_floating_point():
         return given.dtype
-    return module.get_input_embeddings().weight.dtype  # type: ignore[operator, no-any-return]
+    weight = getattr(module.get_input_embeddings(), "weight", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point():
+        return weight.dtype
+    return module.dtype  # type: ignore[no-any-return]

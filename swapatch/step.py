@@ -1,213 +1,295 @@
-"""One forward of the model, seen from its sliding layers: where each writes its new rows, and what its queries see.
+"""One forward of the model, seen from its sliding layers: what is attended, where it is stored, and by whom it is told.
 
-A :class:`Step` travels through the model in the place of the sliding mask.
+A :class:`Step` travels through the model in the place of the sliding mask. The forward of a sliding layer is replaced
+by :func:`forward`, which does what the step says, or, without one, what it did before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .attention import Attention
-from .attention.spyre import Projection
-from .attention.windowed import PREFILL_BLOCK
-from .cache import CompactCache, SlidingLayer
-from .geometry import Span, past
-from .masks import CausalWindow, Rectangle
+from ._compat import cache_in
+from ._errors import CacheStateError, explain
+from .attention import window_attention
+from .attention.windowed import Attend, rows_of
+from .families import Family
+from .geometry import Span
+from .layers import SlidingLayer
+from .rules import Rule
 
 
-class Step:
-    """Some new tokens over a cache: where each sliding layer writes and what its queries see.
+class LayerCall(NamedTuple):
+    """What a sliding layer is called with.
 
-    Args:
-        cache: the cache of this call.
-        rule: who sees whom.
-        queries: positions of the new tokens.
-        attention: computes one rectangle.
+    Attributes:
+        layer: the attention module.
+        hidden: ``[batch, tokens, hidden]``.
+        position: cosines and sines, ``[batch, tokens, head_dim]`` each.
+        cache: the cache of the model's call, or None.
+        shared: keys and values that layers share in this forward, by layer type, or None.
     """
 
-    def __init__(self, cache: CompactCache, rule: CausalWindow, queries: Span, attention: Attention) -> None:
-        self.cache = cache
-        self.rule = rule
-        self.queries = queries
-        self.attention = attention
-        self.keys = self._keys(queries, rule.window)
-        self.stock_masks: Callable[[], Any] | None = None
-        self._rectangles: dict[tuple[object, ...], list[Rectangle]] = {}
+    layer: Any
+    hidden: Tensor
+    position: tuple[Tensor, Tensor]
+    cache: Any
+    shared: Any
 
-    @staticmethod
-    def _keys(queries: Span, window: int) -> Span:
-        """Positions of the keys that :meth:`write` returns."""
-        return Span(past(queries.start, window).start, queries.stop)
-
-    def run(
-        self,
-        project: Projection,
-        layer: Any,
-        hidden: Tensor,
-        position: tuple[Tensor, Tensor],
-        shared: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The attention of one sliding layer, from its input to its output.
-
-        Args:
-            project: makes query, key and value.
-            layer: the attention module.
-            hidden: ``[batch, tokens, hidden]``.
-            position: cosines and sines, ``[batch, tokens, head_dim]`` each.
-            shared: keys and values of the layer whose these are, if they are not its own.
-
-        Returns:
-            ``[batch, tokens, hidden]``, and the keys and values attended, ``[batch, kv_heads, rows, head_dim]``.
-        """
-        query, key, value = project(layer, hidden, *position)
-        if key is None or value is None:
-            assert shared is not None, "a layer without keys of its own shares another's"
-            keys, values = shared
-        else:
-            keys, values = self.write(layer.layer_idx, key, value)
-        out = self.attend(query, keys, values, layer.scaling)
-        # [batch, tokens, heads, head_dim] -> [batch, tokens, hidden]
-        return layer.o_proj(out.reshape(*hidden.shape[:2], -1)), keys, values
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # counters move here, and prompts come in any length
-    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new rows, ``[batch, kv_heads, tokens, head_dim]``; return all keys and values to attend."""
-        keys, values = self.cache.layers[layer].update(key, value)
+    @property
+    def borrowed(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the layer that shares its own with this one."""
+        keys, values = self.shared[self.layer.layer_type]
         return keys, values
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Windowed attention.
+    def share(self, keys: Tensor, values: Tensor) -> None:
+        """Leave keys and values to the layers that share them, if there are any."""
+        if getattr(self.layer, "store_full_length_kv", False):
+            self.shared[self.layer.layer_type] = keys, values
 
-        Args:
-            query: ``[batch, heads, tokens, head_dim]``.
-            keys, values: ``[batch, kv_heads, rows, head_dim]``, as :meth:`write` returned them.
-            scale: multiplies the scores.
 
-        Returns:
-            ``[batch, tokens, heads, head_dim]``
-        """
-        rectangles = self.rectangles(query)
-        if len(rectangles) == 1:
-            _, seen, mask, causal = rectangles[0]
-            part = self.attention(query, rows_of(keys, seen), rows_of(values, seen), mask, causal, scale)
-            return part.transpose(1, 2)
-        batch, heads, tokens, dim = query.shape
-        out = query.new_empty((batch, tokens, heads, dim))
-        for rows, seen, mask, causal in rectangles:
-            part = self.attention(rows_of(query, rows), rows_of(keys, seen), rows_of(values, seen), mask, causal, scale)
-            out[:, rows.start : rows.stop] = part.transpose(1, 2)
-        return out
+def forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Replaces the forward of a sliding attention layer; without a step for a mask it is the class's own.
 
-    def rectangles(self, like: Tensor) -> list[Rectangle]:
-        """What to compute, the same for every layer, made at the first one."""
-        name = (like.dtype, like.device)
-        if name not in self._rectangles:
-            self._rectangles[name] = self._make_rectangles(like)
-        return self._rectangles[name]
+    Args:
+        hidden_states: ``[batch, tokens, hidden]``.
+        position_embeddings: cosines and sines, ``[batch, tokens, head_dim]`` each.
+        attention_mask: the step that this forward is part of.
 
-    def _make_rectangles(self, like: Tensor) -> list[Rectangle]:
-        return self.rule.rectangles(self.queries, self.keys, like, PREFILL_BLOCK)
+    Returns:
+        ``[batch, tokens, hidden]``, and None in the place of attention weights.
+    """
+    if not isinstance(attention_mask, Step):
+        stock: tuple[Tensor, Tensor | None] = type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, *args, **kwargs
+        )
+        return stock
+    shared = kwargs.get("shared_kv_states")
+    return attention_mask.run(LayerCall(self, hidden_states, position_embeddings, cache_in(kwargs), shared)), None
 
-    def commit(self) -> None:
-        """Called once the text model has run."""
 
-    def contiguous(self) -> Step:
-        """Itself: transformers 5.18 to 5.23 asks every mask that was made ahead of a call to be contiguous."""
+class MaskPose(ABC):
+    """What transformers does with a mask on its way to the layers."""
+
+    queries: Span
+
+    def contiguous(self) -> MaskPose:
+        """Itself: transformers asks every mask that was made ahead of a call to be contiguous."""
         return self
 
-    def __getitem__(self, index: tuple[Any, Any, slice, Any]) -> Step:
-        """The step for some of its queries, sliced as the mask in whose place it stands, ``[:, :, queries]``.
+    def __getitem__(self, index: tuple[Any, Any, slice, Any]) -> MaskPose:
+        """The step for its last queries, cut as the mask in whose place it stands, ``[:, :, queries]``.
 
         Gemma 4 drops queries that nobody needs before the layers that write nothing of their own.
         """
-        start, stop, _ = index[2].indices(self.queries.size)
-        part = copy(self)
-        part.queries = Span(self.queries.start + start, self.queries.start + stop)
-        part._rectangles = {}
-        return part
+        start = index[2].start or 0
+        return self.part(max(0, start + self.queries.size) if start < 0 else start)
 
-    def shared(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What a caller gets who asked for the keys and values that layers shared: in time order, and his own."""
+    @abstractmethod
+    def part(self, start: int) -> MaskPose:
+        """The step without its first ``start`` queries."""
+
+
+class Step(MaskPose):
+    """Some new tokens, and how each sliding layer attends them.
+
+    Args:
+        family: projects.
+        rule: says who sees whom.
+        queries: positions of the new tokens.
+    """
+
+    # How to make the masks that stock would have made, where the step was begun before it was known what is wanted.
+    stock_masks: Any = None
+
+    def __init__(self, family: Family, rule: Rule, queries: Span) -> None:
+        self.family = family
+        self.rule = rule
+        self.queries = queries
+        self.done = False
+
+    @abstractmethod
+    def run(self, call: LayerCall) -> Tensor:
+        """The attention of one sliding layer, from its input to its output, ``[batch, tokens, hidden]``."""
+
+    def time_order(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """For a caller who asked for the keys and values that layers shared: his own, oldest first."""
         return keys, values
 
 
-class DecodeStep(Step):
-    """One token: written in place into the buffers, which are attended as they lie.
+class AttendingStep(Step):
+    """A step whose projections are the layer's own: all that a subclass adds is what comes between them."""
 
-    The counters of the layers move on only at :meth:`commit`, when every layer has written.
+    def run(self, call: LayerCall) -> Tensor:
+        layer = call.layer
+        query, key, value = self.family.project(layer, call.hidden, *call.position)
+        out, keys, values = self.attend(call, query, key, value)
+        call.share(keys, values)
+        # [batch, tokens, heads, head_dim] -> [batch, tokens, hidden]
+        result: Tensor = layer.o_proj(out.reshape(*call.hidden.shape[:2], -1))
+        return result
+
+    @abstractmethod
+    def attend(
+        self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Store the new rows and attend.
+
+        Args:
+            call: of the layer.
+            query: ``[batch, heads, tokens, head_dim]``.
+            key, value: ``[batch, kv_heads, tokens, head_dim]``; None where the layer shares another's.
+
+        Returns:
+            ``[batch, tokens, heads, head_dim]``, and the keys and values attended,
+            ``[batch, kv_heads, rows, head_dim]``.
+        """
+
+
+class WindowStep(AttendingStep):
+    """Any number of tokens over rows in time order: those of the call itself, behind what its cache returns.
+
+    Args:
+        family, rule, queries: as for :class:`Step`.
+        first_key: position of the first row that the cache will return.
+        kernel: one of :data:`swapatch.attention.KERNELS`.
+        block: queries in one block.
     """
 
-    def __init__(self, cache: CompactCache, rule: CausalWindow, queries: Span, attention: Attention) -> None:
-        super().__init__(cache, rule, queries, attention)
-        layer = cache.sliding[0]
+    def __init__(self, family: Family, rule: Rule, queries: Span, first_key: int, kernel: str, block: int) -> None:
+        super().__init__(family, rule, queries)
+        self.first_key = first_key
+        self.kernel = kernel
+        self.block = block
+
+    def part(self, start: int) -> WindowStep:
+        queries = Span(self.queries.start + start, self.queries.stop)
+        return WindowStep(self.family, self.rule, queries, self.first_key, self.kernel, self.block)
+
+    def attend(
+        self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if key is None or value is None:
+            key, value = call.borrowed
+        elif call.cache is not None:
+            key, value = call.cache.update(key, value, call.layer.layer_idx)
+        keys = Span(self.first_key, self.first_key + key.shape[2])
+        if keys.stop < self.queries.stop:
+            raise CacheStateError(
+                explain(
+                    f"{key.shape[2]} rows from {type(call.cache).__name__}.update",
+                    f"{self.queries.stop - self.first_key} rows, as its get_mask_sizes says",
+                    "pass a cache whose two methods agree, or none",
+                )
+            )
+        out = window_attention(
+            query,
+            key,
+            value,
+            self.rule,
+            self.queries,
+            keys,
+            call.layer.scaling,
+            kernel=self.kernel,
+            block=self.block,
+        )
+        return out, key, value
+
+
+class RowStep(AttendingStep):
+    """One token: written in place into the buffers of a compact cache, which are attended as they lie.
+
+    The counters of the layers move on only when the step is done, all at once.
+
+    Args:
+        family, rule, queries: as for :class:`Step`.
+        layer: one of the sliding layers, which are all alike; it has room for the token.
+        kernel: computes one rectangle.
+    """
+
+    def __init__(self, family: Family, rule: Rule, queries: Span, layer: SlidingLayer, kernel: Attend) -> None:
+        super().__init__(family, rule, queries)
+        self.kernel = kernel
         self.row = layer.pieces(queries)[0].start
+        self.keys = rule.reach(queries)
         parts = layer.pieces(self.keys)
         # Visible rows in one stretch are cut out; those that wrap around the end of a ring are attended with the rest.
-        self.whole = len(parts) > 1
-        self.rows = Span(0, layer.rows) if self.whole else parts[0]
+        self.rows = parts[0] if len(parts) == 1 else Span(0, layer.rows)
+        self.positions = None if len(parts) == 1 else layer.row_positions(queries.stop)
+        self._masks: dict[tuple[object, ...], Tensor | None] = {}
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        buffer: Any = self.cache.layers[layer]
-        row = self.row
-        buffer.widen(key, value)
-        buffer.keys[:, :, row : row + 1] = key
-        buffer.values[:, :, row : row + 1] = value
-        return rows_of(buffer.keys, self.rows), rows_of(buffer.values, self.rows)
+    def part(self, start: int) -> RowStep:
+        return self  # nobody drops the only query
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        mask = self.rectangles(query)[0].mask  # the only one, over all keys
-        return self.attention(query, keys, values, mask, False, scale).transpose(1, 2)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # rows are numbers here
+    def attend(
+        self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if key is None or value is None:
+            keys, values = call.borrowed
+        else:
+            buffer, row = call.cache.layers[call.layer.layer_idx], self.row
+            buffer.step = self
+            buffer.widen(key, value)
+            buffer.keys[:, :, row : row + 1] = key
+            buffer.values[:, :, row : row + 1] = value
+            keys, values = rows_of(buffer.keys, self.rows), rows_of(buffer.values, self.rows)
+        out = self.kernel(query, keys, values, self._mask(query), False, call.layer.scaling)
+        return out.transpose(1, 2), keys, values
 
-    def _make_rectangles(self, like: Tensor) -> list[Rectangle]:
-        if not self.whole:
-            return super()._make_rectangles(like)
-        positions = self.cache.sliding[0].row_positions(self.queries.stop)
-        all_seen = self.rows.size == self.rule.window and self.rule.hidden(self.keys) is None
-        mask = None if all_seen else self.rule.row_mask(self.queries.start, positions, like)
-        return [Rectangle(Span(0, 1), Span(0, self.rows.size), mask)]
+    def _mask(self, like: Tensor) -> Tensor | None:
+        """Which of the rows the token sees, made at the first layer for all of its dtype and device."""
+        name = (like.dtype, like.device)
+        if name not in self._masks:
+            self._masks[name] = self._make_mask(like)
+        return self._masks[name]
 
-    def commit(self) -> None:
-        for layer in self.cache.sliding:
-            layer.advance(1)
+    def _make_mask(self, like: Tensor) -> Tensor | None:
+        if self.positions is None:
+            return None if self.rule.hidden(self.keys) is None else self.rule.additive(self.queries, self.keys, like)
+        if self.rows.size == self.rule.window and self.rule.hidden(self.keys) is None:
+            return None
+        return self.rule.row_mask(self.queries.start, self.positions, like)
 
-    def shared(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        held_keys, held_values = self.cache.sliding[-1].read(self.keys)  # the last sliding owner is the one that shares
+    def time_order(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        held_keys, held_values = cache.sliding[-1].read(self.keys)  # the last sliding owner is the one that shares
         return held_keys.clone(), held_values.clone()
 
 
-class FixedStep(DecodeStep):
+class FixedRowStep(RowStep):
     """One token over buffers that are attended whole: where to write and what to see are tensors, for any position.
 
-    Nothing that :meth:`write` and :meth:`attend` read is a number that changes, so a compiled layer has one graph.
+    Nothing that :meth:`attend` reads is a number that changes, so a compiled layer has one graph.
     """
 
-    def __init__(self, cache: CompactCache, rule: CausalWindow, queries: Span, attention: Attention) -> None:
-        super().__init__(cache, rule, queries, attention)
-        layer = cache.sliding[0]
+    def __init__(self, family: Family, rule: Rule, queries: Span, layer: SlidingLayer, kernel: Attend) -> None:
+        super().__init__(family, rule, queries, layer, kernel)
         self.index = torch.tensor([self.row]).to(layer.keys.device)
-        self.mask = self._make_mask(layer)
+        self.mask = self._whole_mask(layer)
 
-    def _make_mask(self, layer: SlidingLayer) -> Tensor:
+    def _whole_mask(self, layer: SlidingLayer) -> Tensor:
         """Which rows the token sees, ``[batch or 1, 1, 1, rows]``, for all layers alike."""
         return self.rule.row_mask(self.queries.start, layer.row_positions(self.queries.stop), layer.keys)
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        buffer: Any = self.cache.layers[layer]
-        index = self.index.to(key.device)
-        return buffer.keys.index_copy_(2, index, key), buffer.values.index_copy_(2, index, value)
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if key is None or value is None:
+            keys, values = call.borrowed
+        else:
+            buffer = call.cache.layers[call.layer.layer_idx]
+            buffer.step = self
+            index = self.index.to(key.device)
+            keys, values = buffer.keys.index_copy_(2, index, key), buffer.values.index_copy_(2, index, value)
         mask = self.mask.to(device=query.device, dtype=query.dtype)
-        return self.attention(query, keys, values, mask, False, scale).transpose(1, 2)
-
-
-def rows_of(tensor: Tensor, rows: Span) -> Tensor:
-    """A view of some rows of ``[batch, heads, rows, head_dim]``, or the tensor itself for all of them."""
-    return tensor if rows == (0, tensor.shape[2]) else tensor[:, :, rows.start : rows.stop]
+        return self.kernel(query, keys, values, mask, False, call.layer.scaling).transpose(1, 2), keys, values

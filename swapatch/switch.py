@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 VARIABLE = "SWAPATCH_DISABLE"
 """Name of the environment variable; 1, on, yes and true in any case disable. Read at every call."""
 
 _disabled: ContextVar[bool] = ContextVar("swapatch_disabled", default=False)
+_blocks = 0  # of all threads together: a compiler can read a number, but no context variable
 
 
 @contextmanager
@@ -21,13 +24,17 @@ def disabled() -> Iterator[None]:
     ...     is_disabled()
     True
     """
+    global _blocks
     token = _disabled.set(True)
+    _blocks += 1
     try:
         yield
     finally:
+        _blocks -= 1
         _disabled.reset(token)
 
 
 def is_disabled() -> bool:
     """Whether :func:`disabled` or the environment variable is in force."""
-    return _disabled.get() or os.environ.get(VARIABLE, "").strip().lower() in ("1", "on", "yes", "true")
+    block = _blocks > 0 if torch.compiler.is_compiling() else _disabled.get()
+    return block or os.environ.get(VARIABLE, "").strip().lower() in ("1", "on", "yes", "true")

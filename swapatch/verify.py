@@ -19,7 +19,8 @@ from torch import Tensor
 from ._errors import SwapatchError, UnsupportedModelError, explain
 from ._record import Pair, Run, Side
 from .api import patch, status
-from .plan import plan_model, text_config
+from .families import plan_model
+from .plan import text_config
 from .switch import VARIABLE, disabled, is_disabled
 
 LEAST_TOLERANCE = 1e-4

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from zoo import Family, Model, named_ids, text_config, token_type_key
+from zoo import Model, Species, named_ids, text_config, token_type_key
 
 TOL = 1e-4  # largest difference of float32 logits that still counts as the same
 
@@ -118,6 +118,35 @@ def assert_same_logits(got: Tensor, want: Tensor, mask: Tensor | None = None, to
     )
 
 
+Gradients = dict[str, Tensor]
+
+
+def parameter_gradients(model: nn.Module, loss: Tensor) -> Gradients:
+    """The gradient of every parameter that has one, by name, from one backward pass."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_error(got: Gradients, want: Gradients) -> float:
+    """The largest difference of any gradient, relative to the largest value that it has.
+
+    Gradients that are nothing but rounding, below a millionth of the largest one, are compared with that.
+    """
+    if got.keys() != want.keys():
+        raise AssertionError(f"gradients of {sorted(got.keys() ^ want.keys())} on one side only")
+    floor = 1e-6 * max(float(grad.abs().max()) for grad in want.values())
+    errors = {name: (got[name] - want[name]).abs().max() / max(want[name].abs().max(), floor) for name in want}
+    return float(max(torch.where(error.isfinite(), error, torch.inf) for error in errors.values()))
+
+
+def assert_same_gradients(got: Gradients, want: Gradients, tol: float = TOL) -> None:
+    """Fail unless every gradient is the same, relative to the largest value that it has."""
+    error = gradient_error(got, want)
+    if not error <= tol:
+        raise AssertionError(f"gradients differ by {error:.3g} of their largest value (allowed {tol:g})")
+
+
 class Sensitivity(NamedTuple):
     """Largest differences of the logits: window - 1 and window + 1 against window, in the prompt and in the steps."""
 
@@ -128,28 +157,28 @@ class Sensitivity(NamedTuple):
 
 
 def sensitivity(
-    family: Family, window: int, *, prompt: int | None = None, steps: int = 8, seed: int = 0
+    species: Species, window: int, *, prompt: int | None = None, steps: int = 8, seed: int = 0
 ) -> Sensitivity:
     """How far stock logits move when the window is off by one, for a prompt of `window + 1` tokens if not told."""
     prompt = window + 1 if prompt is None else prompt
-    model = family.build(window, seed=seed)
+    model = species.build(window, seed=seed)
     ids = named_ids(model, 1, prompt + steps, seed)
     want = teacher_forced(model, ids, prompt=prompt)
     moved: list[float] = []
     for other in (window - 1, window + 1):
-        got = teacher_forced(family.with_window(model, other), ids, prompt=prompt)
+        got = teacher_forced(species.with_window(model, other), ids, prompt=prompt)
         difference = (got - want).abs().amax(-1)[0]
         moved += [float(difference[:prompt].max()), float(difference[prompt:].max())]
     return Sensitivity(*moved)
 
 
-def assert_sensitive(family: Family, window: int, *, tol: float = TOL, **options: Any) -> Sensitivity:
+def assert_sensitive(species: Species, window: int, *, tol: float = TOL, **options: Any) -> Sensitivity:
     """Prove that a comparison with `tol` can fail: a window one off is noticed, in the prompt and in the steps."""
-    moved = sensitivity(family, window, **options)
+    moved = sensitivity(species, window, **options)
     blind = [name for name, size in moved._asdict().items() if not size > tol]
     if blind:
         raise AssertionError(
-            f"{family.name}, window {window}: logits do not move by more than {tol:g} for {blind}: {moved}"
+            f"{species.name}, window {window}: logits do not move by more than {tol:g} for {blind}: {moved}"
         )
     return moved
 

@@ -8,26 +8,32 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 # Threads that wait must sleep: tiny operations that spin for each other crawl when the machine has other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from typing import Any
+
 import torch
 
 # Two threads in all: one for each worker where pytest-xdist runs two of them.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 import pytest
-from zoo import BY_NAME, FAMILIES, Family
 
-from swapatch.cache import LAYOUTS
+pytest.register_assert_rewrite("generation")  # what its asserts compared is shown, as in a test file
+
+from zoo import BY_NAME, SPECIES, Species
+
+import swapatch
+from swapatch.layers import LAYOUTS
 
 
-@pytest.fixture(params=FAMILIES, ids=str)
-def family(request: pytest.FixtureRequest) -> Family:
-    """Every family of the zoo in turn."""
+@pytest.fixture(params=SPECIES, ids=str)
+def species(request: pytest.FixtureRequest) -> Species:
+    """Every species of the zoo in turn."""
     return request.param
 
 
 @pytest.fixture(params=("gemma3_text", "gemma4_ple_shared", "gemma3_vision"))
-def model_kind(request: pytest.FixtureRequest) -> Family:
-    """One family of each kind, for what depends on the cache more than on the model."""
+def model_kind(request: pytest.FixtureRequest) -> Species:
+    """One species of each kind, for what depends on the cache more than on the model."""
     return BY_NAME[request.param]
 
 
@@ -37,25 +43,60 @@ def layout(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-# To keep the suite short: every family is run with the anchored layout, and compared with stock at the windows 8 and
-# 65; the ring is run on one family of each kind, and all windows on the dense text models. With this variable set,
-# every family gets everything.
-EVERYTHING = "SWAPATCH_TEST_EVERYTHING"
-KINDS = ("gemma3_text", "gemma4_text", "gemma3_vision", "gemma4_ple_shared", "gemma4_unified")
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[swapatch.CompactCache]:
+    """Every compact cache that is made during the test, whoever makes it."""
+    caches: list[swapatch.CompactCache] = []
+    construct = swapatch.CompactCache.__init__
+
+    def record(self: swapatch.CompactCache, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        caches.append(self)
+
+    monkeypatch.setattr(swapatch.CompactCache, "__init__", record)
+    return caches
+
+
+# Three sizes of the suite. The core is what a contributor waits for: some species of each kind, all of them once in the
+# two modules that hold the promise of equal results, and nothing that is marked slow. With `--all`, which CI runs,
+# every species is run with the anchored layout, and compared with stock at the windows 8 and 65; the ring is run on one
+# species of each kind, and all windows on the dense text models. With `--everything` every species gets everything.
+CORE = ("gemma3_text", "gemma3_vision", "gemma4_ple_shared", "gemma4_unified")
+KINDS = (*CORE, "gemma4_text")
 DENSE = ("gemma3_text", "gemma4_text")
+PROMISE = ("test_parity.py", "test_windows.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="all tests, not only the core")
+    parser.addoption("--everything", action="store_true", help="all tests, with every species, window and layout")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if EVERYTHING in os.environ:
+    if config.getoption("--everything"):
         return
-    dropped = [item for item in items if _is_repeat(item)]
+    whole = config.getoption("--all")
+    dropped = [item for item in items if _is_repeat(item) or not (whole or _is_core(item))]
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=dropped)
 
 
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
 def _is_repeat(item: pytest.Item) -> bool:
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    family = str(params.get("family", DENSE[0]))
-    if params.get("layout") == "ring" and family not in KINDS:
+    params = _params(item)
+    species = str(params.get("species", DENSE[0]))
+    if params.get("layout") == "ring" and species not in KINDS:
         return True
-    return item.path.name == "test_parity.py" and params.get("window", 8) not in (8, 65) and family not in DENSE
+    return item.path.name == "test_parity.py" and params.get("window", 8) not in (8, 65) and species not in DENSE
+
+
+def _is_core(item: pytest.Item) -> bool:
+    params = _params(item)
+    if item.get_closest_marker("slow"):
+        return False
+    if str(params.get("species", CORE[0])) in CORE:
+        return item.path.name not in PROMISE or params.get("window", 8) in (8, 65)
+    return item.path.name in PROMISE and params.get("window") == 8

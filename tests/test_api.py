@@ -7,10 +7,18 @@ import re
 import pytest
 import torch
 import transformers
-from compare import assert_same_logits, assert_unchanged, forced, greedy, snapshot
+from compare import (
+    assert_same_gradients,
+    assert_same_logits,
+    assert_unchanged,
+    forced,
+    greedy,
+    parameter_gradients,
+    snapshot,
+)
 from torch import nn
 from transformers import DynamicCache, StaticCache
-from zoo import FAMILIES, Family, named_ids, text_config, text_model
+from zoo import SPECIES, Species, named_ids, text_config, text_model
 
 import swapatch
 from swapatch import _compat
@@ -18,7 +26,7 @@ from swapatch import _compat
 
 @pytest.fixture
 def model() -> nn.Module:
-    return FAMILIES[0].build(16)
+    return SPECIES[0].build(16)
 
 
 def test_all_is_sorted_and_complete() -> None:
@@ -30,7 +38,7 @@ def test_all_is_sorted_and_complete() -> None:
 def test_handle_says_what_it_is(model: nn.Module) -> None:
     handle = swapatch.patch(model)
     assert repr(handle) == (
-        "<swapatch: Gemma3ForCausalLM, 3 of 4 layers, window 16, anchored 128 rows, auto, active>"
+        "<swapatch: Gemma3ForCausalLM, 3 of 4 layers, window 16, anchored 128 rows, windowed/cpu, active>"
     ), repr(handle)
     assert handle.active
     handle.undo()
@@ -66,8 +74,8 @@ def test_status_names_a_layer_that_was_changed(model: nn.Module) -> None:
     assert swapatch.status(model).irregular == ("model.layers.0.self_attn.forward",)
 
 
-def test_base_model_without_a_head(family: Family) -> None:
-    model = family.build(16)
+def test_base_model_without_a_head(species: Species) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 90)
     text = text_model(model)
     with torch.no_grad():
@@ -115,9 +123,9 @@ def test_switched_off_by_the_environment(
     assert swapatch.patch(model).active is not off
 
 
-def test_switched_off_on_a_patched_model(family: Family) -> None:
+def test_switched_off_on_a_patched_model(species: Species) -> None:
     """The next new cache is a stock one; a compact one in use goes on."""
-    model = family.build(16)
+    model = species.build(16)
     ids = named_ids(model, 1, 60)
     swapatch.patch(model)
     compact = forced(model, ids[:, :50], prompt=50).cache
@@ -151,8 +159,8 @@ def test_untested_version(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("kind", ("dynamic", "static"))
-def test_a_stock_cache_stays_one(family: Family, kind: str) -> None:
-    model = family.build(16)
+def test_a_stock_cache_stays_one(species: Species, kind: str) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 90)
     config = text_config(model)
     make = (lambda: DynamicCache(config=config)) if kind == "dynamic" else (lambda: StaticCache(config, 100))
@@ -160,37 +168,31 @@ def test_a_stock_cache_stays_one(family: Family, kind: str) -> None:
     with swapatch.patch(model):
         got = forced(model, ids, prompt=30, cache=make())
     assert type(got.cache) in (DynamicCache, StaticCache)
-    assert torch.equal(got.logits, want)
+    assert_same_logits(got.logits, want)
 
 
-def test_without_a_cache(family: Family) -> None:
-    model = family.build(16)
+def test_without_a_cache(species: Species) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 90)
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
         with swapatch.patch(model):
-            assert torch.equal(model(ids, use_cache=False).logits, want)
+            assert_same_logits(model(ids, use_cache=False).logits, want)
 
 
-def test_gradients_are_stock(family: Family) -> None:
-    model = family.build(16)
+def test_gradients_are_stock(species: Species) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 40)
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
     for mode in (True, False):
         model.train(mode)
-        want = gradients()
+        want = parameter_gradients(model, model(ids, labels=ids).loss)
         with swapatch.patch(model):
-            got = gradients()
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            got = parameter_gradients(model, model(ids, labels=ids).loss)
+        assert_same_gradients(got, want)
 
 
-def test_attention_weights_are_stock(family: Family) -> None:
-    model = family.build(16, attn_implementation="eager")
+def test_attention_weights_are_stock(species: Species) -> None:
+    model = species.build(16, attn_implementation="eager")
     ids = named_ids(model, 1, 90)
     options = {"output_attentions": True, "output_hidden_states": True}
     with torch.no_grad():
@@ -205,9 +207,9 @@ def test_attention_weights_are_stock(family: Family) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.bool, torch.float32))
-def test_ready_made_masks_go_through(family: Family, dtype: torch.dtype) -> None:
+def test_ready_made_masks_go_through(species: Species, dtype: torch.dtype) -> None:
     """A 4D mask goes to both kinds of layer as it is."""
-    model = family.build(16)
+    model = species.build(16)
     ids = named_ids(model, 1, 40)
     allowed = torch.ones(40, 40, dtype=torch.bool).tril() & (torch.rand(40, 40) > 0.2)
     allowed |= torch.eye(40, dtype=torch.bool)
@@ -222,8 +224,8 @@ def test_ready_made_masks_go_through(family: Family, dtype: torch.dtype) -> None
     assert_same_logits(got.logits, want)
 
 
-def test_errors_of_the_model_leave_the_cache_alone(family: Family) -> None:
-    model = family.build(16)
+def test_errors_of_the_model_leave_the_cache_alone(species: Species) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 41)
     with swapatch.patch(model), torch.no_grad():
         cache = forced(model, ids[:, :40], prompt=40).cache
@@ -235,8 +237,8 @@ def test_errors_of_the_model_leave_the_cache_alone(family: Family) -> None:
         assert torch.equal(got, forced(model, ids[:, 40:], prompt=1, cache=before).logits)
 
 
-def test_inputs_embeds(family: Family) -> None:
-    model = family.build(16)
+def test_inputs_embeds(species: Species) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 90)
     with torch.no_grad():
         embeds = model.get_input_embeddings()(ids)

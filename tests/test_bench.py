@@ -7,22 +7,30 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import bench
 import pytest
 import torch
+from bench import cli
+from bench.cases import CASES, PEAKS
+from bench.layer_prefill import prefill_layer_ways
+from bench.models import random_model
+from bench.rows import SCHEMA, Row, write
+from bench.sizes import QUICK, TOY, Options, Shape
+from bench.startup import patch_and_undo
+from bench.timing import Result, compare
+from bench.training import trained_model, training_ways
 
-OPTIONS = bench.Options(bench.QUICK, quick=True, rounds=1)
-IN_PROCESS = ("layer-prefill", "blocks", "layer-decode", "prefill", "decode", "roofline")
+OPTIONS = Options(QUICK, quick=True, rounds=1)
+IN_PROCESS = ("layer-prefill", "blocks", "layer-decode", "layer-training", "prefill", "scoring", "decode", "roofline")
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, list[bench.Row]]:
+def rows() -> dict[str, list[Row]]:
     with torch.no_grad():
-        return {name: list(bench.CASES[name](OPTIONS)) for name in IN_PROCESS}
+        return {name: list(CASES[name](OPTIONS)) for name in IN_PROCESS}
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_case(rows: dict[str, list[bench.Row]], name: str) -> None:
+def test_case(rows: dict[str, list[Row]], name: str) -> None:
     """Every figure has a value, and every comparison a ratio and two results that were found equal."""
     assert rows[name]
     for row in rows[name]:
@@ -39,47 +47,54 @@ def test_case(rows: dict[str, list[bench.Row]], name: str) -> None:
             assert row.error <= row.tolerance
 
 
-def test_peak_memory() -> None:
-    assert bench.peak_memory("swapatch", 512, OPTIONS) >= 0
+@pytest.mark.parametrize("what", sorted(PEAKS))
+def test_peak_memory(what: str) -> None:
+    assert PEAKS[what]("swapatch", 512, OPTIONS) >= 0
+
+
+def test_training_step() -> None:
+    """The loss and all gradients are compared before a step is timed."""
+    result = compare(training_ways(trained_model(TOY), 128), torch.float32, OPTIONS)
+    assert min(*result.seconds["stock sdpa"], *result.seconds["swapatch"]) > 0
 
 
 def test_patch_time() -> None:
-    model = bench.random_model(bench.TOY, torch.float32)
-    assert bench.patch_and_undo(model) > 0
+    model = random_model(TOY, torch.float32)
+    assert patch_and_undo(model) > 0
 
 
 def test_unequal_results_are_never_timed() -> None:
     """The layer's own ways, one of them with a window one smaller."""
-    shape = bench.QUICK.layer_prefill[0]
-    smaller = bench.Shape(shape.window - 1, shape.heads, shape.kv_heads, shape.dim)
-    ways = bench.prefill_layer_ways(shape, 128, torch.float32)
+    shape = QUICK.layer_prefill[0]
+    smaller = Shape(shape.window - 1, shape.heads, shape.kv_heads, shape.dim)
+    ways = prefill_layer_ways(shape, 128, torch.float32)
     calls = []
 
     def wrong() -> tuple[float, Any]:
         calls.append(1)
-        return bench.prefill_layer_ways(smaller, 128, torch.float32)["swapatch"]()
+        return prefill_layer_ways(smaller, 128, torch.float32)["swapatch"]()
 
     with torch.no_grad():
-        bench.compare(ways, torch.float32, OPTIONS)
+        compare(ways, torch.float32, OPTIONS)
         with pytest.raises(AssertionError, match="swapatch: off by"):
-            bench.compare({**ways, "swapatch": wrong}, torch.float32, OPTIONS)
+            compare({**ways, "swapatch": wrong}, torch.float32, OPTIONS)
     assert len(calls) == 1
 
 
 def test_ratio_is_the_median_of_rounds() -> None:
-    result = bench.Result({"a": [2.0, 9.0, 4.0], "b": [1.0, 1.0, 1.0]}, {"a": 0.0, "b": 0.0}, 1e-4)
+    result = Result({"a": [2.0, 9.0, 4.0], "b": [1.0, 1.0, 1.0]}, {"a": 0.0, "b": 0.0}, 1e-4)
     row = result.row("a", "b", case="x", model="", setting="", tokens=1, dtype="float32")
     assert (row.ratio, row.ratio_of_sums, row.rounds) == (4.0, 5.0, 3)
 
 
-def test_files(rows: dict[str, list[bench.Row]], tmp_path: Path) -> None:
+def test_files(rows: dict[str, list[Row]], tmp_path: Path) -> None:
     """CSV and JSON hold the same rows, and a later run of one case leaves the other cases alone."""
-    names = [column.name for column in fields(bench.Row)]
-    bench.write(rows["layer-prefill"], ["layer-prefill"], tmp_path)
-    bench.write(rows["decode"], ["decode"], tmp_path)
-    bench.write(rows["decode"], ["decode"], tmp_path)
+    names = [column.name for column in fields(Row)]
+    write(rows["layer-prefill"], ["layer-prefill"], list(CASES), tmp_path)
+    write(rows["decode"], ["decode"], list(CASES), tmp_path)
+    write(rows["decode"], ["decode"], list(CASES), tmp_path)
     document = json.loads((tmp_path / "bench.json").read_text())
-    assert document["schema"] == bench.SCHEMA
+    assert document["schema"] == SCHEMA
     assert {"cpu", "threads", "python", "torch", "transformers", "swapatch"} <= set(document["environment"])
     assert [row["case"] for row in document["rows"]] == [
         *["layer-prefill"] * len(rows["layer-prefill"]),
@@ -94,12 +109,12 @@ def test_files(rows: dict[str, list[bench.Row]], tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the dependency group bench")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
-def test_plot(rows: dict[str, list[bench.Row]], tmp_path: Path) -> None:
+def test_plot(rows: dict[str, list[Row]], tmp_path: Path) -> None:
     """A picture for everything that was measured, and none for what was not."""
     import plot
 
     measured = [row for name in ("layer-prefill", "layer-decode", "prefill", "decode") for row in rows[name]]
-    bench.write(measured, list(IN_PROCESS), tmp_path)
+    write(measured, list(IN_PROCESS), list(CASES), tmp_path)
     written = plot.draw(tmp_path / "bench.json", tmp_path / "assets")
     assert {path.name for path in written} == set(plot.FIGURES) - {"bench-memory.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
@@ -108,7 +123,7 @@ def test_plot(rows: dict[str, list[bench.Row]], tmp_path: Path) -> None:
 def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``--only`` runs that case alone, and its rows are printed as they come."""
     monkeypatch.chdir(tmp_path)
-    bench.main(["--quick", "--rounds", "1", "--only", "layer-prefill"])
+    cli.main(["--quick", "--rounds", "1", "--only", "layer-prefill"])
     document = json.loads((tmp_path / "bench-results" / "quick" / "bench.json").read_text())
     assert {row["case"] for row in document["rows"]} == {"layer-prefill"}
     assert "ratio" in capsys.readouterr().out

@@ -23,10 +23,11 @@ from spyre_sim import device as simulated
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from transformers import cache_utils
-from zoo import BY_NAME, Family, Model, named_ids, text_model, token_types
+from zoo import BY_NAME, Model, Species, named_ids, text_model, token_types
 
 import swapatch
-from swapatch.attention import BACKENDS, spyre, windowed
+from swapatch.attention import KERNELS, windowed
+from swapatch.backends import spyre
 
 WINDOW = 16
 PROMPT, TOKENS = 110, 140  # the buffers have 128 rows: they roll on the way
@@ -82,9 +83,9 @@ def blocks(module: nn.Module, layers: list[nn.Module], name: str = "") -> Iterat
         yield from blocks(child, layers, f"{name}.{child_name}".lstrip("."))
 
 
-def skip_if_shared_keys_stay(family: Family) -> None:
+def skip_if_shared_keys_stay(species: Species) -> None:
     """Stock code fails then too, where accelerate's hooks are told to move everything, or layers are apart."""
-    if family.shared_kv and not hasattr(cache_utils, "KVSharingDict"):
+    if species.shared_kv and not hasattr(cache_utils, "KVSharingDict"):
         pytest.skip("transformers before 5.23 does not move the keys that Gemma 4's layers share")
 
 
@@ -95,13 +96,13 @@ def assert_undone(model: Model, snap: Snapshot) -> None:
     assert_unchanged(model, snap)
 
 
-def test_comparison_can_fail(model_kind: Family) -> None:
+def test_comparison_can_fail(model_kind: Species) -> None:
     assert_sensitive(model_kind, WINDOW, prompt=PROMPT, steps=TOKENS - PROMPT)
 
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate")  # before 5.17: the model's device is meta, it says
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
-def test_offloaded(model_kind: Family, offload: Offload, tmp_path: Path) -> None:
+def test_offloaded(model_kind: Species, offload: Offload, tmp_path: Path) -> None:
     """By forwards and by `generate`; the weights are elsewhere before and after each."""
     if offload in (cpu_offload, disk_offload):
         skip_if_shared_keys_stay(model_kind)
@@ -123,7 +124,7 @@ def test_offloaded(model_kind: Family, offload: Offload, tmp_path: Path) -> None
     assert_undone(model, snap)
 
 
-def test_offloaded_once_it_is_patched(model_kind: Family, tmp_path: Path) -> None:
+def test_offloaded_once_it_is_patched(model_kind: Species, tmp_path: Path) -> None:
     """Undo waits until accelerate's hooks are gone."""
     model = model_kind.build(WINDOW)
     ids = named_ids(model, 1, TOKENS)
@@ -141,7 +142,7 @@ def test_offloaded_once_it_is_patched(model_kind: Family, tmp_path: Path) -> Non
     assert_same_logits(forced(model, ids, prompt=PROMPT).logits, want)
 
 
-def test_brought_back_while_it_is_patched(model_kind: Family, tmp_path: Path) -> None:
+def test_brought_back_while_it_is_patched(model_kind: Species, tmp_path: Path) -> None:
     """accelerate moves the forward that lay under its hook: the patch goes on, and undo finds it."""
     model = model_kind.build(WINDOW)
     ids = named_ids(model, 1, TOKENS)
@@ -176,7 +177,7 @@ def assert_stock(model: Model) -> None:
 @pytest.mark.parametrize("card_first", (False, True), ids=("CPU first", "card first"))
 @pytest.mark.parametrize("fixed", (False, True), ids=("dynamic", "fixed"))
 def test_layers_on_two_devices(
-    model_kind: Family, layout: str, fixed: bool, card_first: bool, monkeypatch: pytest.MonkeyPatch
+    model_kind: Species, layout: str, fixed: bool, card_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoder layers by turns on the CPU and on the simulated card: buffers, masks and rows go with each one's keys."""
     skip_if_shared_keys_stay(model_kind)
@@ -190,7 +191,7 @@ def test_layers_on_two_devices(
     want = forced(model, ids, prompt=PROMPT, **given).logits
     devices = spread(model, card_first)
     snap = snapshot(model)
-    monkeypatch.setitem(BACKENDS, "windowed", on_one_device)
+    monkeypatch.setitem(KERNELS, "windowed", on_one_device)
     with swapatch.patch(model, layout=layout):
         cache = swapatch.CompactCache(model, max_cache_len=TOKENS if fixed else None, layout=layout)
         got = forced(model, ids, prompt=PROMPT, cache=cache, **given)
@@ -232,8 +233,10 @@ def test_spyre_layers_on_two_devices(card_first: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(spyre, "_run", lambda region, *arguments: region(*arguments))
     monkeypatch.setattr(spyre, "_attend", attend)
     options = {"head_dim": 64, "global_head_dim": 64, "hidden_size": 64}
-    family = replace(BY_NAME["gemma4_ple_shared"], make_config=lambda window: zoo._gemma4_ple_shared(window, **options))
-    model = family.build(WINDOW, dtype=torch.bfloat16)
+    species = replace(
+        BY_NAME["gemma4_ple_shared"], make_config=lambda window: zoo._gemma4_ple_shared(window, **options)
+    )
+    model = species.build(WINDOW, dtype=torch.bfloat16)
     ids = named_ids(model, 1, TOKENS)
     want = forced(model, ids, prompt=20, chunks=[PROMPT - 20]).logits
     spread(model, card_first)
@@ -243,7 +246,7 @@ def test_spyre_layers_on_two_devices(card_first: bool, monkeypatch: pytest.Monke
     assert cosine_similarity(got.logits.float(), want.float(), dim=-1).min() > 0.99
 
 
-def test_buffers_follow_the_keys(model_kind: Family, layout: str) -> None:
+def test_buffers_follow_the_keys(model_kind: Species, layout: str) -> None:
     """Each layer's: through growing, rolling, cropping and reordering, whatever device the other layers are on."""
     cache = swapatch.CompactCache(model_kind.make_config(WINDOW), layout=layout)
     cache.activate_past_recording()

@@ -6,11 +6,11 @@ import pytest
 import torch
 from compare import assert_same_logits, forced, greedy, sliding_rows, storage_bytes
 from transformers import DynamicCache
-from zoo import Family, named_ids, text_config, text_model
+from zoo import Species, named_ids, text_config, text_model
 
 import swapatch
-from swapatch.cache import LAYOUTS
 from swapatch.geometry import ceil64
+from swapatch.layers import LAYOUTS
 
 
 def test_rows_of_each_layout() -> None:
@@ -24,7 +24,7 @@ WINDOWS = (2, 8, 64, 65, 100)
 
 @pytest.mark.parametrize("window", (8, 65))
 @pytest.mark.parametrize("length", (1, 400))
-def test_storage_is_bounded_for_any_prompt(model_kind: Family, window: int, length: int, layout: str) -> None:
+def test_storage_is_bounded_for_any_prompt(model_kind: Species, window: int, length: int, layout: str) -> None:
     """Counted as storage, right after the prefill already, so nothing keeps the prompt's keys alive."""
     model = model_kind.build(window)
     ids = named_ids(model, 1, length + 70)
@@ -36,7 +36,7 @@ def test_storage_is_bounded_for_any_prompt(model_kind: Family, window: int, leng
     assert storage_bytes(after_steps) == swapatch.report(after_steps).total_bytes
 
 
-def test_stock_keeps_the_prompt_alive(model_kind: Family) -> None:
+def test_stock_keeps_the_prompt_alive(model_kind: Species) -> None:
     """What the test above would see if a view were kept: stock's layers do."""
     model = model_kind.build(8)
     assert max(sliding_rows(forced(model, named_ids(model, 1, 400), prompt=400).cache)) >= 400
@@ -61,16 +61,16 @@ def test_rows_are_the_last_positions_once_each(window: int, layout: str) -> None
         assert layer.get_seq_length() == written
 
 
-def test_used_by_an_unpatched_model(family: Family, layout: str) -> None:
+def test_used_by_an_unpatched_model(species: Species, layout: str) -> None:
     """The cache keeps transformers' contract, so stock code gets stock results with it."""
-    model = family.build(16)
+    model = species.build(16)
     ids = named_ids(model, 2, 150)
     want = forced(model, ids, prompt=40, chunks=[3, 30]).logits
     got = forced(model, ids, prompt=40, chunks=[3, 30], cache=swapatch.CompactCache(model, layout=layout))
     assert_same_logits(got.logits, want)
 
 
-def test_mask_sizes_and_lengths_as_stock(model_kind: Family, layout: str) -> None:
+def test_mask_sizes_and_lengths_as_stock(model_kind: Species, layout: str) -> None:
     """At every length: the sizes that stock code makes masks from."""
     model = model_kind.build(16)
     ids = named_ids(model, 1, 100)
@@ -87,8 +87,8 @@ def test_mask_sizes_and_lengths_as_stock(model_kind: Family, layout: str) -> Non
             forced(model, ids[:, step : step + 1], prompt=1, cache=cache)
 
 
-def test_made_by_hand_with_static_global_layers(family: Family, layout: str) -> None:
-    model = family.build(16)
+def test_made_by_hand_with_static_global_layers(species: Species, layout: str) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 150)
     want = forced(model, ids, prompt=40).logits
     cache = swapatch.CompactCache(model, max_cache_len=200, layout=layout)
@@ -97,7 +97,7 @@ def test_made_by_hand_with_static_global_layers(family: Family, layout: str) -> 
     assert set(sliding_rows(cache)) == {LAYOUTS[layout].base_rows(16)}
 
 
-def test_a_deep_copy_goes_its_own_way(model_kind: Family, layout: str) -> None:
+def test_a_deep_copy_goes_its_own_way(model_kind: Species, layout: str) -> None:
     model = model_kind.build(16)
     ids = named_ids(model, 1, 300)
     with swapatch.patch(model, layout=layout):
@@ -109,7 +109,7 @@ def test_a_deep_copy_goes_its_own_way(model_kind: Family, layout: str) -> None:
     assert torch.equal(got, want)
 
 
-def test_reset_is_a_new_cache(model_kind: Family, layout: str) -> None:
+def test_reset_is_a_new_cache(model_kind: Species, layout: str) -> None:
     model = model_kind.build(16)
     long, short = named_ids(model, 1, 200), named_ids(model, 3, 90, seed=7)
     with swapatch.patch(model, layout=layout):
@@ -120,7 +120,7 @@ def test_reset_is_a_new_cache(model_kind: Family, layout: str) -> None:
         assert torch.equal(forced(model, short, prompt=5, cache=cache).logits, want)
 
 
-def test_batch_sizes_on_one_model(model_kind: Family, layout: str) -> None:
+def test_batch_sizes_on_one_model(model_kind: Species, layout: str) -> None:
     model = model_kind.build(16)
     for batch in (2, 1, 3):
         ids = named_ids(model, batch, 90)
@@ -129,7 +129,7 @@ def test_batch_sizes_on_one_model(model_kind: Family, layout: str) -> None:
             assert_same_logits(forced(model, ids, prompt=20).logits, want)
 
 
-def test_inference_mode_and_back(model_kind: Family, layout: str) -> None:
+def test_inference_mode_and_back(model_kind: Species, layout: str) -> None:
     """A cache filled in inference mode goes on without it, and the other way round."""
     model = model_kind.build(16)
     ids = named_ids(model, 1, 120)
@@ -143,7 +143,7 @@ def test_inference_mode_and_back(model_kind: Family, layout: str) -> None:
     assert_same_logits(torch.cat([first.logits, second.logits, third.logits], 1), want)
 
 
-def test_another_batch_is_refused(model_kind: Family) -> None:
+def test_another_batch_is_refused(model_kind: Species) -> None:
     """A key of one sequence must not be broadcast over the rows of two."""
     model = model_kind.build(16)
     ids = named_ids(model, 2, 21)
@@ -154,7 +154,7 @@ def test_another_batch_is_refused(model_kind: Family) -> None:
         assert cache.get_seq_length() == 20
 
 
-def test_half_written_cache_is_refused(model_kind: Family) -> None:
+def test_half_written_cache_is_refused(model_kind: Species) -> None:
     model = model_kind.build(16)
     ids = named_ids(model, 1, 21)
     with swapatch.patch(model):
@@ -164,7 +164,7 @@ def test_half_written_cache_is_refused(model_kind: Family) -> None:
             forced(model, ids[:, 20:], prompt=1, cache=cache)
 
 
-def test_an_interrupted_step_can_be_repeated(model_kind: Family, layout: str) -> None:
+def test_an_interrupted_step_can_be_repeated(model_kind: Species, layout: str) -> None:
     """The counters move only when the whole text model has run: a step that failed on the way is as if not begun."""
     model = model_kind.build(16)
     ids = named_ids(model, 1, 101)
@@ -186,7 +186,7 @@ def test_an_interrupted_step_can_be_repeated(model_kind: Family, layout: str) ->
             assert_same_logits(forced(model, ids[:, 100:], prompt=1, cache=cache).logits, want)
 
 
-def test_crop_within_the_window(model_kind: Family, layout: str) -> None:
+def test_crop_within_the_window(model_kind: Species, layout: str) -> None:
     model = model_kind.build(100)
     ids = named_ids(model, 1, 90)
     with swapatch.patch(model, layout=layout):
@@ -199,7 +199,7 @@ def test_crop_within_the_window(model_kind: Family, layout: str) -> None:
 
 @pytest.mark.parametrize("window", (8, 64))
 @pytest.mark.parametrize("taken", (0, 1, 5, 64, 70))
-def test_crop_of_recorded_tokens(model_kind: Family, window: int, taken: int, layout: str) -> None:
+def test_crop_of_recorded_tokens(model_kind: Species, window: int, taken: int, layout: str) -> None:
     """Past the window too, and the rows that recording added are given back."""
     model = model_kind.build(window)
     ids = named_ids(model, 1, 300)
@@ -220,7 +220,7 @@ def test_crop_of_recorded_tokens(model_kind: Family, window: int, taken: int, la
 
 
 @pytest.mark.parametrize("tokens", (3, -1, -80, -500))
-def test_refused_crop_changes_nothing(model_kind: Family, tokens: int, layout: str) -> None:
+def test_refused_crop_changes_nothing(model_kind: Species, tokens: int, layout: str) -> None:
     model = model_kind.build(8)
     ids = named_ids(model, 1, 110)
     with swapatch.patch(model, layout=layout):
@@ -232,7 +232,7 @@ def test_refused_crop_changes_nothing(model_kind: Family, tokens: int, layout: s
         assert_same_logits(forced(model, ids[:, 100:], prompt=1, cache=cache).logits, want)
 
 
-def test_batch_verbs(model_kind: Family, layout: str) -> None:
+def test_batch_verbs(model_kind: Species, layout: str) -> None:
     model = model_kind.build(16)
     ids = named_ids(model, 2, 120)
     order = torch.tensor([1, 1, 0])
@@ -247,7 +247,7 @@ def test_batch_verbs(model_kind: Family, layout: str) -> None:
         assert_same_logits(forced(model, ids[order][:, 50:], prompt=1, cache=cache).logits, want)
 
 
-def test_iterating_gives_what_a_dynamic_cache_is_built_from(model_kind: Family, layout: str) -> None:
+def test_iterating_gives_what_a_dynamic_cache_is_built_from(model_kind: Species, layout: str) -> None:
     model = model_kind.build(16)
     ids = named_ids(model, 1, 120)
     with swapatch.patch(model, layout=layout):
@@ -270,8 +270,8 @@ def test_unused_layers_take_every_verb(layout: str) -> None:
     assert "window=8" in repr(layer)
 
 
-def test_report_prints_rows_and_bytes(family: Family) -> None:
-    model = family.build(16)
+def test_report_prints_rows_and_bytes(species: Species) -> None:
+    model = species.build(16)
     with swapatch.patch(model):
         cache = greedy(model, named_ids(model, 1, 40), 3).cache
     report = swapatch.report(cache)

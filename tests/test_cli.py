@@ -13,12 +13,13 @@ import tokenizers
 import torch
 import transformers
 from torch import Tensor, nn
-from zoo import BY_NAME, FIRST_SPECIAL, VOCAB, Family, text_model
+from zoo import BY_NAME, FIRST_SPECIAL, VOCAB, Species, text_model
 
 import swapatch
-from swapatch import __main__ as cli
-from swapatch import _environment, _text
-from swapatch._load import DTYPES
+from swapatch import _text
+from swapatch.cli import environment
+from swapatch.cli import main as cli
+from swapatch.cli.load import DTYPES
 
 WINDOW = 8
 RunCommand = Callable[..., tuple[int, str, str]]
@@ -77,9 +78,9 @@ def test_inspect_prints_layers_and_sizes(run: RunCommand, folder: Path) -> None:
     assert "more than the 4096 positions" in out
 
 
-def test_inspect_of_every_family(family: Family, run: RunCommand, tmp_path: Path) -> None:
+def test_inspect_of_every_species(species: Species, run: RunCommand, tmp_path: Path) -> None:
     """The JSON is all there is, and agrees with the plan and with `report`."""
-    config = family.make_config(WINDOW)
+    config = species.make_config(WINDOW)
     code, out, err = run(
         "inspect", saved_config(config, tmp_path), "--json", "--batch", 3, "--dtype", "float16", "--layout", "ring"
     )
@@ -88,7 +89,7 @@ def test_inspect_of_every_family(family: Family, run: RunCommand, tmp_path: Path
     predicted = swapatch.report(config, tokens=2048, batch=3, dtype=torch.float16, layout="ring")
     assert found["kv_bytes"][1]["swapatch"] == predicted.total_bytes
     assert [sizes["tokens"] for sizes in found["kv_bytes"]] == [1024 * 2**power for power in range(8)]
-    assert found["images_both_ways"] == family.bidirectional
+    assert found["images_both_ways"] == species.bidirectional
     for layer, expected in zip(found["layers"], predicted.layers, strict=True):
         assert layer["index"] == expected.index
         assert (layer["shares_with"] is not None) == (expected.kind == "shared")
@@ -211,15 +212,15 @@ def test_env_looks_for_spyre_without_importing_it(
     (tmp_path / "fake_spyre").mkdir()
     (tmp_path / "fake_spyre" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(_environment, "SPYRE_PACKAGE", "fake_spyre")
-    monkeypatch.setattr(_environment, "OPERATOR", ("aten", "relu"))
+    monkeypatch.setattr(environment, "SPYRE_PACKAGE", "fake_spyre")
+    monkeypatch.setattr(environment, "OPERATOR", ("aten", "relu"))
     found = json.loads(run("env", "--json")[1])
     assert found["fake_spyre"] == "installed, version unknown"
     assert "aten::relu(Tensor self) -> Tensor" in found["operator"]
     assert "relu(Tensor self) -> Tensor (not as swapatch calls it)" in run("env")[1]
-    monkeypatch.setattr(_environment.spyre, "operator", lambda: torch.ops.aten.relu)
+    monkeypatch.setattr(environment.spyre, "operator", lambda: torch.ops.aten.relu)
     assert "relu(Tensor self) -> Tensor (as swapatch calls it)" in run("env")[1]
-    monkeypatch.setattr(_environment, "OPERATOR", ("spyre", "no_such_operator"))
+    monkeypatch.setattr(environment, "OPERATOR", ("spyre", "no_such_operator"))
     assert json.loads(run("env", "--json")[1])["operator"] is None
     assert "not registered" in run("env")[1]
 

@@ -10,9 +10,9 @@ from torch._dynamo.testing import CompileCounter
 from zoo import BY_NAME, named_ids, text_model
 
 import swapatch
-from swapatch.step import FixedStep
+from swapatch.step import FixedRowStep
 
-FAMILIES = ("gemma3_text", "gemma4_ple_shared", "gemma4_moe")
+NAMES = ("gemma3_text", "gemma4_ple_shared", "gemma4_moe")
 
 
 def run(
@@ -29,7 +29,7 @@ def run(
     return torch.cat(logits, 1), graphs
 
 
-@pytest.mark.parametrize("name", FAMILIES[:2])
+@pytest.mark.parametrize("name", NAMES[:2])
 def test_two_hundred_positions_add_no_graph(name: str, layout: str) -> None:
     """After three warm steps, across three rolls; compiled with a backend that runs the graphs as they are."""
     torch._dynamo.reset()
@@ -44,6 +44,7 @@ def test_two_hundred_positions_add_no_graph(name: str, layout: str) -> None:
     assert graphs[2] == graphs[-1], graphs
 
 
+@pytest.mark.slow
 def test_under_inductor(layout: str) -> None:
     torch._dynamo.reset()
     model = BY_NAME["gemma3_text"].build(16)
@@ -54,7 +55,7 @@ def test_under_inductor(layout: str) -> None:
     assert_same_logits(got, want)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_sliding_layer_is_one_full_graph(name: str, layout: str) -> None:
     """The replaced forward compiles with fullgraph=True, and one graph serves every position."""
     torch._dynamo.reset()
@@ -71,7 +72,7 @@ def test_sliding_layer_is_one_full_graph(name: str, layout: str) -> None:
 
         def forward(*args: Any, attention_mask: Any, **kwargs: Any) -> Any:
             nonlocal steps
-            if not isinstance(attention_mask, FixedStep):
+            if not isinstance(attention_mask, FixedRowStep):
                 return patched(*args, attention_mask=attention_mask, **kwargs)
             steps += 1
             return compiled(*args, attention_mask=attention_mask, **kwargs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from compare import assert_same_logits, cache_key, forced, greedy
 from transformers import Gemma3TextConfig
-from zoo import BY_NAME, OLD, Family, Model, named_ids, text_model
+from zoo import BY_NAME, OLD, Model, Species, named_ids, text_model
 
 import swapatch
 from swapatch import verify
@@ -22,7 +22,7 @@ def logits(model: Model, *args: Any, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("window", (5, 64))
-def test_a_causal_rule_that_is_switched_off(model_kind: Family, window: int) -> None:
+def test_a_causal_rule_that_is_switched_off(model_kind: Species, window: int) -> None:
     model = model_kind.build(window)
     ids = named_ids(model, 1, 17)
     want = logits(model, ids, is_causal=False)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from compare import assert_same_logits, assert_sensitive, cache_key, forced, greedy
 from torch import Tensor, nn
-from zoo import FAMILIES, Family, named_ids, text_model, token_type_key, token_types
+from zoo import SPECIES, Species, named_ids, text_model, token_type_key, token_types
 
 import swapatch
-from swapatch.step import Step
+from swapatch.geometry import Span
+from swapatch.step import RowStep, Step
 
 WINDOW = 16
 LENGTH = 70
@@ -24,11 +25,11 @@ LAYOUTS = {
     "a single token": [(33, 1)],
     "everything": [(0, 70)],
 }
-VISION = [family for family in FAMILIES if family.vision]
+VISION = [species for species in SPECIES if species.vision]
 
 
 @pytest.fixture(params=VISION, ids=str)
-def family(request: pytest.FixtureRequest) -> Family:
+def species(request: pytest.FixtureRequest) -> Species:
     return request.param
 
 
@@ -47,21 +48,21 @@ def sliding_mask(model: nn.Module, call: dict[str, Any]) -> Any:
     return caught[0]
 
 
-def dense(mask: Any, batch: int, queries: int) -> Tensor:
+def dense(mask: Any, batch: int, queries: int, block: int) -> Tensor:
     """Bool [batch, 1, queries, keys], from a stock mask (None is causal) or from all rectangles of a step."""
     if isinstance(mask, Tensor):
         return mask.bool().expand(batch, 1, queries, -1)
     if mask is None:
         return torch.ones(batch, 1, queries, queries, dtype=torch.bool).tril()
     assert isinstance(mask, Step)
-    whole = torch.zeros(batch, 1, queries, mask.keys.size, dtype=torch.bool)
-    for rows, keys, part, causal in mask.rectangles(torch.zeros(1)):
-        seen = torch.ones(rows.size, keys.size, dtype=torch.bool) if part is None else part == 0
-        whole[:, :, rows.start : rows.stop, keys.start : keys.stop] = seen.tril() if causal else seen
+    held = mask.keys if isinstance(mask, RowStep) else Span(mask.first_key, mask.queries.stop)
+    whole = torch.zeros(batch, 1, queries, held.size, dtype=torch.bool)
+    for rows, keys, part, _ in mask.rule.rectangles(mask.queries, held, torch.zeros(1), block):
+        whole[:, :, rows.start : rows.stop, keys.start : keys.stop] = True if part is None else part == 0
     return whole
 
 
-def assert_same_masks(model: nn.Module, calls: list[dict[str, Any]]) -> None:
+def assert_same_masks(model: nn.Module, calls: list[dict[str, Any]], block: int = 8) -> None:
     """The calls follow each other on one cache; each makes the masks that it makes in a stock model."""
     masks = []
     for patched in (False, True):
@@ -74,32 +75,27 @@ def assert_same_masks(model: nn.Module, calls: list[dict[str, Any]]) -> None:
         batch, queries = call["input_ids"].shape
         assert isinstance(ours, Step)
         assert not isinstance(stock, Step)
-        assert torch.equal(dense(ours, batch, queries), dense(stock, batch, queries))
+        assert torch.equal(dense(ours, batch, queries, block), dense(stock, batch, queries, block))
 
 
 @pytest.mark.parametrize("images", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("window", (2, WINDOW, 65, 100))
-def test_masks_are_stock_s(
-    family: Family, window: int, images: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("swapatch.step.PREFILL_BLOCK", 8)  # so that there are many rectangles
-    model = family.build(window)
-    assert_same_masks(model, [family.inputs(model, [LENGTH], images=[images])])
+def test_masks_are_stock_s(species: Species, window: int, images: list[tuple[int, int]]) -> None:
+    model = species.build(window)
+    assert_same_masks(model, [species.inputs(model, [LENGTH], images=[images])])
 
 
 @pytest.mark.parametrize("block", (1, 7, 256))
-def test_masks_of_a_padded_batch(family: Family, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_a_padded_batch(species: Species, block: int) -> None:
     """Images at different places in rows of different lengths, one of them all padding for a window and more."""
-    monkeypatch.setattr("swapatch.step.PREFILL_BLOCK", block)
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     images = [[(0, 30)], [(2, 5), (40, 20)], []]
-    assert_same_masks(model, [family.inputs(model, [31, 70, 4], images=images)])
+    assert_same_masks(model, [species.inputs(model, [31, 70, 4], images=images)], block)
 
 
-def test_masks_of_chunks_and_steps(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_chunks_and_steps(species: Species) -> None:
     """A border within an image, one at its edge, then a single token, with types that end with the chunk."""
-    monkeypatch.setattr("swapatch.step.PREFILL_BLOCK", 8)
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     ids = named_ids(model, 1, LENGTH)
     types = token_types([LENGTH], [[(5, 20), (40, 10)]])
     calls = []
@@ -114,8 +110,8 @@ def test_masks_of_chunks_and_steps(family: Family, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("images", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_logits_of_every_position(family: Family, images: list[tuple[int, int]]) -> None:
-    model = family.build(WINDOW)
+def test_logits_of_every_position(species: Species, images: list[tuple[int, int]]) -> None:
+    model = species.build(WINDOW)
     ids = named_ids(model, 1, LENGTH + 80)
     types = token_types([LENGTH], [images])
     want = forced(model, ids, prompt=LENGTH, token_types=types).logits
@@ -125,19 +121,19 @@ def test_logits_of_every_position(family: Family, images: list[tuple[int, int]])
     assert_same_logits(got.logits, want)
 
 
-def test_comparison_sees_the_images(family: Family) -> None:
+def test_comparison_sees_the_images(species: Species) -> None:
     """The logits depend on the token types where images attend both ways, and on the window everywhere."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     ids = named_ids(model, 1, LENGTH)
     with_image = forced(model, ids, prompt=LENGTH, token_types=token_types([LENGTH], [[(20, 25)]])).logits
     without = forced(model, ids, prompt=LENGTH, token_types=token_types([LENGTH], [[]])).logits
-    assert ((with_image - without).abs().max() > 1e-2) == family.bidirectional
-    assert_sensitive(family, WINDOW, tol=1e-3)
+    assert ((with_image - without).abs().max() > 1e-2) == species.bidirectional
+    assert_sensitive(species, WINDOW, tol=1e-3)
 
 
-def test_padded_batch_generates_as_stock(family: Family) -> None:
-    model = family.build(WINDOW)
-    inputs = family.inputs(model, [31, 70, 4], images=[[(0, 30)], [(2, 5), (40, 20)], [(1, 2)]])
+def test_padded_batch_generates_as_stock(species: Species) -> None:
+    model = species.build(WINDOW)
+    inputs = species.inputs(model, [31, 70, 4], images=[[(0, 30)], [(2, 5), (40, 20)], [(1, 2)]])
     ids = inputs.pop("input_ids")
     want = greedy(model, ids, 80, **inputs)
     with swapatch.patch(model):
@@ -147,9 +143,9 @@ def test_padded_batch_generates_as_stock(family: Family) -> None:
     assert_same_logits(got.logits, want.logits)
 
 
-def test_raw_pixels(family: Family) -> None:
-    model = family.build(WINDOW)
-    inputs = family.inputs(model, [30, 50], images=[[(3, 9)], [(0, 9), (20, 18)]], pixels=True)
+def test_raw_pixels(species: Species) -> None:
+    model = species.build(WINDOW)
+    inputs = species.inputs(model, [30, 50], images=[[(3, 9)], [(0, 9), (20, 18)]], pixels=True)
     ids = inputs.pop("input_ids")
     want = greedy(model, ids, 70, **inputs)
     with swapatch.patch(model):
@@ -158,9 +154,9 @@ def test_raw_pixels(family: Family) -> None:
     assert_same_logits(got.logits, want.logits)
 
 
-def test_text_turn_after_an_image(family: Family) -> None:
+def test_text_turn_after_an_image(species: Species) -> None:
     """A second turn without an image on a cache that has seen one, in one call and by generate."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     ids = named_ids(model, 1, 130)
     types = token_types([60], [[(30, 25)]])
 
@@ -177,8 +173,8 @@ def test_text_turn_after_an_image(family: Family) -> None:
     assert_same_logits(got, want)
 
 
-def test_text_only_call(family: Family) -> None:
-    model = family.build(WINDOW)
+def test_text_only_call(species: Species) -> None:
+    model = species.build(WINDOW)
     ids = named_ids(model, 1, LENGTH + 20)
     want = forced(model, ids, prompt=LENGTH).logits
     with swapatch.patch(model):
@@ -186,9 +182,9 @@ def test_text_only_call(family: Family) -> None:
 
 
 @pytest.mark.parametrize("chunk", (1, 7, 20, 100))
-def test_prefill_chunks_cut_images_as_stock(family: Family, chunk: int) -> None:
-    model = family.build(WINDOW)
-    inputs = family.inputs(model, [LENGTH], images=[[(5, 20), (40, 10)]])
+def test_prefill_chunks_cut_images_as_stock(species: Species, chunk: int) -> None:
+    model = species.build(WINDOW)
+    inputs = species.inputs(model, [LENGTH], images=[[(5, 20), (40, 10)]])
     ids = inputs.pop("input_ids")
     options = {**inputs, "prefill_chunk_size": chunk}
     try:
@@ -201,21 +197,19 @@ def test_prefill_chunks_cut_images_as_stock(family: Family, chunk: int) -> None:
     assert_same_logits(got.logits, want.logits)
 
 
-def test_no_square_mask_for_a_sliding_layer(family: Family) -> None:
+def test_no_square_mask_for_a_sliding_layer(species: Species) -> None:
     """A rectangle is never wider than the window, its queries and the images that they touch."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     length = 1000
     types = token_types([length], [[(500, 20)]])
     with swapatch.patch(model):
         call = {"input_ids": named_ids(model, 1, length), token_type_key(model): types, "use_cache": True}
         step = sliding_mask(model, call)
-    widest = max(keys.size for _, keys, _, _ in step.rectangles(torch.zeros(1)))
-    assert widest <= WINDOW - 1 + 256 + 20
-    assert (
-        sum(part.numel() for _, _, part, _ in step.rectangles(torch.zeros(1)) if part is not None) < length * length / 2
-    )
+    parts = step.rule.rectangles(step.queries, step.queries, torch.zeros(1), step.block)
+    assert max(keys.size for _, keys, _, _ in parts) <= WINDOW - 1 + step.block + 20
+    assert sum(part.numel() for _, _, part, _ in parts if part is not None) < length * length / 2
 
 
-def test_access_mode_is_static(family: Family) -> None:
-    with swapatch.patch(family.build(WINDOW)) as handle:
-        assert handle.plan.bidirectional == family.bidirectional
+def test_access_mode_is_static(species: Species) -> None:
+    with swapatch.patch(species.build(WINDOW)) as handle:
+        assert handle.plan.bidirectional == species.bidirectional

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
-from zoo import BY_NAME, Family, Model, named_ids, text_model
+from zoo import BY_NAME, Model, Species, named_ids, text_model
 
 import swapatch
 
@@ -31,7 +31,7 @@ STEPS = {"prefill": (0, 40), "append": (100, 100), "decode": (128, 1)}
 
 
 @pytest.fixture(params=("gemma3_text", "gemma4_ple_shared"))
-def family(request: pytest.FixtureRequest) -> Family:
+def species(request: pytest.FixtureRequest) -> Species:
     return BY_NAME[request.param]
 
 
@@ -77,10 +77,10 @@ def goes_on(model: Model, cache: Any, ids: Tensor, want: Tensor, tokens: int = 1
 # -- threads --
 
 
-def test_four_threads_on_one_model(family: Family, layout: str) -> None:
+def test_four_threads_on_one_model(species: Species, layout: str) -> None:
     """Each gets what it gets alone, with all four in the middle of the model at once. One has swapatch switched off."""
-    model = family.build(WINDOW)
-    padded = family.inputs(model, (110, 9))
+    model = species.build(WINDOW)
+    padded = species.inputs(model, (110, 9))
     calls: list[dict[str, Any]] = [
         {"ids": named_ids(model, 1, 50), "num_beams": 3},
         {"ids": named_ids(model, 3, 60), "cache_implementation": "static"},
@@ -116,6 +116,7 @@ def test_four_threads_on_one_model(family: Family, layout: str) -> None:
 # -- a step that fails on the way --
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixed", (False, True), ids=("dynamic", "static"))
 @pytest.mark.parametrize("name", ("gemma3_text", "gemma3_mqa", "gemma4_ple_shared"))
 def test_a_step_that_fails_anywhere(name: str, fixed: bool, layout: str) -> None:
@@ -154,9 +155,9 @@ def test_a_step_that_fails_anywhere(name: str, fixed: bool, layout: str) -> None
 
 
 @pytest.mark.parametrize("attention", ("ready-made mask", "weights"))
-def test_stock_code_that_fails_on_a_compact_cache(family: Family, attention: str) -> None:
+def test_stock_code_that_fails_on_a_compact_cache(species: Species, attention: str) -> None:
     """Where swapatch leaves a call to stock, a half written cache is refused as well."""
-    model = family.build(WINDOW, attn_implementation="eager")
+    model = species.build(WINDOW, attn_implementation="eager")
     ids = named_ids(model, 1, 50)
     if attention == "weights":
         options: dict[str, Any] = {"output_attentions": True}
@@ -213,6 +214,7 @@ def first_and_last(lines: list[tuple[str, int]]) -> list[int]:
     return sorted({*first.values(), *last.values()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("name", "layout"), (("gemma3_text", "anchored"), ("gemma4_ple_shared", "ring")))
 def test_interrupt_at_every_line(name: str, layout: str, step: str) -> None:
@@ -252,9 +254,10 @@ class Memory(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
-def test_out_of_memory_at_every_allocation(family: Family, step: str, layout: str) -> None:
-    model = family.build(WINDOW)
+def test_out_of_memory_at_every_allocation(species: Species, step: str, layout: str) -> None:
+    model = species.build(WINDOW)
     before, tokens = STEPS[step]
     ids = named_ids(model, 1, before + tokens + 2)
     want = forced(model, ids, prompt=before + tokens).logits
@@ -284,11 +287,12 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("after", (0, 5), ids=("prefill", "decode"))
-def test_generate_is_interrupted(family: Family, after: int, mode: str) -> None:
+def test_generate_is_interrupted(species: Species, after: int, mode: str) -> None:
     """The next answers are stock's, and nothing is left once the patch is undone."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     ids = named_ids(model, 1, 110)
     layout, options = MODES[mode]
     want = greedy(model, ids, 30, **options)
@@ -345,9 +349,9 @@ CALLBACKS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)
-def test_a_callback_raises(family: Family, callback: str, layout: str) -> None:
+def test_a_callback_raises(species: Species, callback: str, layout: str) -> None:
     """The cache that the caller passed goes on where it was."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     ids = named_ids(model, 1, 110)
     tokens = greedy(model, ids, 40).tokens
     want = forced(model, tokens, prompt=110).logits
@@ -367,9 +371,9 @@ def test_a_callback_raises(family: Family, callback: str, layout: str) -> None:
 # -- patching and undoing themselves --
 
 
-def test_interrupt_at_every_line_of_patch(family: Family) -> None:
+def test_interrupt_at_every_line_of_patch(species: Species) -> None:
     """All or nothing: the model is patched, and can be undone, or it is as it was."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     snap = snapshot(model)
     with interrupted_at(None) as lines:
         swapatch.patch(model)
@@ -382,9 +386,9 @@ def test_interrupt_at_every_line_of_patch(family: Family) -> None:
     assert_unchanged(model, snap)
 
 
-def test_interrupt_at_every_line_of_undo(family: Family) -> None:
+def test_interrupt_at_every_line_of_undo(species: Species) -> None:
     """An undo that was interrupted is finished by calling it again, with or without the handle."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     snap = snapshot(model)
     swapatch.patch(model)
     with interrupted_at(None) as lines:

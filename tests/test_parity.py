@@ -4,7 +4,7 @@ import pytest
 import torch
 from compare import assert_same_logits, assert_sensitive, forced, greedy
 from torch import Tensor
-from zoo import Family, named_ids
+from zoo import Species, named_ids
 
 import swapatch
 
@@ -18,14 +18,14 @@ def lengths_around(window: int) -> list[int]:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_comparison_can_fail(family: Family, window: int) -> None:
-    assert_sensitive(family, window, tol=1e-3)
+def test_comparison_can_fail(species: Species, window: int) -> None:
+    assert_sensitive(species, window, tol=1e-3)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_every_position_and_step(family: Family, window: int, layout: str) -> None:
+def test_every_position_and_step(species: Species, window: int, layout: str) -> None:
     """Each length with a few steps, and the longest of the short ones with enough steps for two rolls."""
-    model = family.build(window)
+    model = species.build(window)
     for length in lengths_around(window):
         ids = named_ids(model, 1, length + (STEPS if length == window + 1 else 4), seed=length)
         want = forced(model, ids, prompt=length).logits
@@ -37,9 +37,9 @@ def test_every_position_and_step(family: Family, window: int, layout: str) -> No
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_generate_gives_the_same_tokens(family: Family, window: int) -> None:
-    """By stock generate; the other layout and the other modes are in test_generate.py."""
-    model = family.build(window)
+def test_generate_gives_the_same_tokens(species: Species, window: int) -> None:
+    """By stock generate; the other layout and the other modes are in test_generate_*.py."""
+    model = species.build(window)
     ids = named_ids(model, 1, window + 3)
     want = greedy(model, ids, STEPS)
     with swapatch.patch(model):
@@ -50,10 +50,10 @@ def test_generate_gives_the_same_tokens(family: Family, window: int) -> None:
 
 
 @pytest.mark.parametrize("window", (8, 64, 65))
-def test_left_padded_batch(family: Family, window: int, layout: str) -> None:
+def test_left_padded_batch(species: Species, window: int, layout: str) -> None:
     """Pads longer than the window included: finite everywhere, and the padded rows equal stock's."""
-    model = family.build(window)
-    inputs = family.inputs(model, (1, 15, 90))
+    model = species.build(window)
+    inputs = species.inputs(model, (1, 15, 90))
     want = greedy(model, inputs["input_ids"], 70, attention_mask=inputs["attention_mask"])
     with swapatch.patch(model, layout=layout):
         got = greedy(model, inputs["input_ids"], 70, attention_mask=inputs["attention_mask"])
@@ -62,10 +62,10 @@ def test_left_padded_batch(family: Family, window: int, layout: str) -> None:
     assert_finite_rows(got.cache)
 
 
-def test_padded_rows_equal_their_own_runs(family: Family, layout: str) -> None:
-    model = family.build(16)
+def test_padded_rows_equal_their_own_runs(species: Species, layout: str) -> None:
+    model = species.build(16)
     lengths = (1, 15, 90)
-    inputs = family.inputs(model, lengths)
+    inputs = species.inputs(model, lengths)
     with swapatch.patch(model, layout=layout):
         batch = greedy(model, inputs["input_ids"], 30, attention_mask=inputs["attention_mask"])
         for row, length in enumerate(lengths):
@@ -74,9 +74,9 @@ def test_padded_rows_equal_their_own_runs(family: Family, layout: str) -> None:
 
 
 @pytest.mark.parametrize("window", (8, 65))
-def test_holes_in_the_mask(family: Family, window: int, layout: str) -> None:
+def test_holes_in_the_mask(species: Species, window: int, layout: str) -> None:
     """A 2D mask may hide any token, not only the first ones; also every position of the prompt is compared."""
-    model = family.build(window)
+    model = species.build(window)
     length, steps = 3 * window, 70
     ids = named_ids(model, 2, length + steps)
     mask = torch.rand((2, length + steps), generator=torch.Generator().manual_seed(1)) > 0.3
@@ -91,8 +91,8 @@ def test_holes_in_the_mask(family: Family, window: int, layout: str) -> None:
 
 @pytest.mark.parametrize("chunks", ([1, 2, 3, 5], [62, 63, 64, 65, 66], [130, 1, 130]), ids=str)
 @pytest.mark.parametrize("window", (8, 100))
-def test_appends_of_many_tokens(family: Family, window: int, chunks: list[int], layout: str) -> None:
-    model = family.build(window)
+def test_appends_of_many_tokens(species: Species, window: int, chunks: list[int], layout: str) -> None:
+    model = species.build(window)
     prompt = window + 5
     ids = named_ids(model, 1, prompt + sum(chunks) + 3)
     want = forced(model, ids, prompt=prompt, chunks=chunks).logits
@@ -101,9 +101,9 @@ def test_appends_of_many_tokens(family: Family, window: int, chunks: list[int], 
     assert_same_logits(got.logits, want)
 
 
-def test_conversations_take_turns(family: Family, layout: str) -> None:
+def test_conversations_take_turns(species: Species, layout: str) -> None:
     """Two caches on one model, a token each in turn, give what each gives alone."""
-    model = family.build(16)
+    model = species.build(16)
     ids = [named_ids(model, 1, 120, seed=seed) for seed in (1, 2)]
     with swapatch.patch(model, layout=layout), torch.no_grad():
         alone = [forced(model, one, prompt=20).logits for one in ids]
@@ -117,26 +117,26 @@ def test_conversations_take_turns(family: Family, layout: str) -> None:
         assert_same_logits(torch.cat(got, dim=1), want)
 
 
-def test_eager_attention(family: Family) -> None:
-    model = family.build(8, attn_implementation="eager")
+def test_eager_attention(species: Species) -> None:
+    model = species.build(8, attn_implementation="eager")
     ids = named_ids(model, 1, 100)
     want = forced(model, ids, prompt=30).logits
     with swapatch.patch(model):
         assert_same_logits(forced(model, ids, prompt=30).logits, want)
 
 
-def test_reference_backend(family: Family) -> None:
-    model = family.build(8)
+def test_reference_backend(species: Species) -> None:
+    model = species.build(8)
     ids = named_ids(model, 1, 100)
     want = forced(model, ids, prompt=30).logits
     with swapatch.patch(model, backend="reference"):
         assert_same_logits(forced(model, ids, prompt=30).logits, want)
 
 
-def test_bfloat16_is_no_further_from_the_truth(family: Family, layout: str) -> None:
+def test_bfloat16_is_no_further_from_the_truth(species: Species, layout: str) -> None:
     """Against float32 stock as the truth, the error is at most 1.1 times that of bfloat16 stock."""
     window = 100
-    truth_model, model = family.build(window), family.build(window, dtype=torch.bfloat16)
+    truth_model, model = species.build(window), species.build(window, dtype=torch.bfloat16)
     ids = named_ids(model, 1, 3 * window + 107)
     truth = forced(truth_model, ids, prompt=3 * window).logits
     stock = forced(model, ids, prompt=3 * window).logits

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from swapatch._errors import CacheStateError
 from swapatch.attention import windowed
-from swapatch.cache import LAYOUTS, CacheStateError, SlidingLayer
 from swapatch.geometry import Span, ceil64
-from swapatch.masks import CausalWindow
+from swapatch.layers import LAYOUTS, SlidingLayer
+from swapatch.rules import Rule
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 SIZES = st.one_of(st.sampled_from((1, 1, 1, 2, 3, 62, 63, 64, 65, 66, 130)), st.integers(1, 200))
@@ -64,7 +65,7 @@ class Layers(RuleBasedStateMachine):
         expected = scaled_dot_product_attention(query, *want, attn_mask=mask, enable_gqa=True, scale=0.5)
         span = Span(new.stop - got[0].shape[2], new.stop)
         found = torch.empty_like(expected)
-        for rows, seen, part, causal in CausalWindow(self.window).rectangles(new, span, query, 50):
+        for rows, seen, part, causal in Rule(self.window).rectangles(new, span, query, 50):
             rows_, seen_ = slice(*rows), slice(*seen)
             found[:, :, rows_] = windowed.attend(
                 query[:, :, rows_], got[0][:, :, seen_], got[1][:, :, seen_], part, causal, 0.5

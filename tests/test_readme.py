@@ -5,39 +5,39 @@ import re
 from pathlib import Path
 
 import pytest
-from zoo import BY_NAME, FAMILIES, Family, named_ids, text_config
+from zoo import BY_NAME, SPECIES, Species, named_ids, text_config
 
 import swapatch
 from swapatch._compat import CACHE_NAME, NEWEST, OLDEST
-from swapatch.plan import MODEL_TYPES
+from swapatch.families import MODULES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def family_row(family: Family) -> str:
-    config = family.make_config(64)
+def species_row(species: Species) -> str:
+    config = species.make_config(64)
     special = [
-        ("images", family.vision),
-        ("attended both ways", family.bidirectional),
-        ("per-layer embeddings", family.ple),
-        ("shared keys and values", family.shared_kv),
-        ("mixture of experts", family.moe),
+        ("images", species.vision),
+        ("attended both ways", species.bidirectional),
+        ("per-layer embeddings", species.ple),
+        ("shared keys and values", species.shared_kv),
+        ("mixture of experts", species.moe),
         ("keys are values on global layers", getattr(text_config(config), "attention_k_eq_v", False)),
     ]
-    access = "non-causal" if family.bidirectional else "causal"
+    access = "non-causal" if species.bidirectional else "causal"
     tested = ", ".join(name for name, is_so in special if is_so) or "dense"
-    return f"| `{config.model_type}` | `{family.architecture}` | {tested} | {access} |"
+    return f"| `{config.model_type}` | `{species.architecture}` | {tested} | {access} |"
 
 
-def family_table() -> str:
-    rows = dict.fromkeys(family_row(family) for family in FAMILIES)
+def species_table() -> str:
+    rows = dict.fromkeys(species_row(species) for species in SPECIES)
     return "\n".join(["| `model_type` | class | tested with | access |", "|---|---|---|---|", *rows])
 
 
-def test_family_table_is_the_test_list() -> None:
-    assert family_table() in README, f"the README's table should be:\n{family_table()}"
-    assert {text_config(family.make_config(8)).model_type for family in FAMILIES} == set(MODEL_TYPES)
+def test_species_table_is_the_test_list() -> None:
+    assert species_table() in README, f"the README's table should be:\n{species_table()}"
+    assert {text_config(species.make_config(8)).model_type for species in SPECIES} == set(MODULES)
 
 
 def test_code_with_output_runs() -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 from compare import forced, storage_bytes
-from zoo import BY_NAME, Family, Model, named_ids, text_config
+from zoo import BY_NAME, Model, Species, named_ids, text_config
 
 import swapatch
-from swapatch.cache import LAYOUTS
-from swapatch.report import SIZES, LayerReport, Report
+from swapatch.layers import LAYOUTS
+from swapatch.sizes import SIZES, LayerReport, Report
 
 WINDOW, BATCH = 16, 2
 
@@ -28,8 +28,8 @@ def filled(model: Model, tokens: int, cache: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("tokens", (1, 15, 16, 17, 70))
-def test_stock_caches_are_as_predicted(family: Family, tokens: int) -> None:
-    model = family.build(WINDOW)
+def test_stock_caches_are_as_predicted(species: Species, tokens: int) -> None:
+    model = species.build(WINDOW)
     made: dict[str, Callable[[], Any]] = {
         "dynamic": lambda: None,
         "static": lambda: transformers.StaticCache(config=model.config, max_cache_len=tokens),
@@ -43,8 +43,8 @@ def test_stock_caches_are_as_predicted(family: Family, tokens: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", (1, 17, 150))
-def test_compact_caches_are_as_predicted(family: Family, layout: str, tokens: int) -> None:
-    model = family.build(WINDOW)
+def test_compact_caches_are_as_predicted(species: Species, layout: str, tokens: int) -> None:
+    model = species.build(WINDOW)
     with swapatch.patch(model, layout=layout):
         cache = filled(model, tokens)
     predicted = swapatch.report(model.config, tokens=tokens, batch=BATCH, dtype=torch.float32, layout=layout)
@@ -61,9 +61,9 @@ def test_a_full_cache_is_as_predicted() -> None:
     assert [(layer.rows, layer.bytes) for layer in predicted.layers] == measured
 
 
-def test_every_layer_is_predicted(family: Family) -> None:
+def test_every_layer_is_predicted(species: Species) -> None:
     """Shared ones too, with nothing, and the kinds are those of the config."""
-    config = family.make_config(WINDOW)
+    config = species.make_config(WINDOW)
     text = text_config(config)
     predicted = swapatch.report(config, tokens=8)
     assert [layer.index for layer in predicted.layers] == list(range(text.num_hidden_layers))
@@ -125,9 +125,9 @@ def test_storage_that_layers_share_counts_once() -> None:
     assert [layer.bytes for layer in swapatch.report(cache).layers] == [2 * 160, 0]
 
 
-def test_printed(family: Family) -> None:
+def test_printed(species: Species) -> None:
     """One line for layers alike, with a sum that is right."""
-    report = swapatch.report(family.make_config(WINDOW), tokens=5000, layout="dynamic")
+    report = swapatch.report(species.make_config(WINDOW), tokens=5000, layout="dynamic")
     lines = str(report).splitlines()
     assert lines[0].split() == ["kind", "rows", "bytes", "a", "layer", "bytes", "layers"]
     kinds = [line.split()[0] for line in lines[1:-1]]

@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_logits, forced, greedy
+from compare import assert_same_gradients, assert_same_logits, forced, greedy, parameter_gradients
 from torch import nn
-from zoo import FAMILIES, Family, named_ids, text_config, text_model
+from zoo import SPECIES, Species, named_ids, text_config, text_model
 
 import swapatch
 from swapatch._compat import CACHE_NAME
 
-SHARED = [family for family in FAMILIES if family.shared_kv]
+SHARED = [species for species in SPECIES if species.shared_kv]
 
 
 @pytest.fixture(params=SHARED, ids=str)
-def family(request: pytest.FixtureRequest) -> Family:
+def species(request: pytest.FixtureRequest) -> Species:
     return request.param
 
 
@@ -36,8 +36,8 @@ def watch(module: nn.Module, found: list[dict[str, Any]]) -> Any:
     return module.register_forward_pre_hook(catch, with_kwargs=True)
 
 
-def test_shared_layers_have_no_rows(family: Family) -> None:
-    model = family.build(16)
+def test_shared_layers_have_no_rows(species: Species) -> None:
+    model = species.build(16)
     with swapatch.patch(model) as handle:
         cache = greedy(model, named_ids(model, 1, 50), 3).cache
     shared = [layer.index for layer in handle.plan.layers if layer.shared]
@@ -48,9 +48,9 @@ def test_shared_layers_have_no_rows(family: Family) -> None:
             assert (layer.kind, layer.rows, layer.bytes) == ("shared", 0, 0)
 
 
-def test_consumers_attend_the_producer_s_buffer(family: Family) -> None:
+def test_consumers_attend_the_producer_s_buffer(species: Species) -> None:
     """In a decode step what they get is the buffer itself, not a copy; and the step's rows are the stock ones."""
-    model = family.build(16)
+    model = species.build(16)
     ids = named_ids(model, 1, 200)
     stock: list[dict[str, Any]] = []
     hook = watch(consumer(model), stock)
@@ -73,9 +73,9 @@ def test_consumers_attend_the_producer_s_buffer(family: Family) -> None:
 
 @pytest.mark.parametrize("keep", (0, 1, 2, 7))
 @pytest.mark.parametrize("chunk", (1, 2, 30))
-def test_only_the_kept_positions_are_computed(family: Family, keep: int, chunk: int) -> None:
+def test_only_the_kept_positions_are_computed(species: Species, keep: int, chunk: int) -> None:
     """The saving of stock stays: consumers see only the queries that logits are wanted for, in every kind of call."""
-    model = family.build(16)
+    model = species.build(16)
     ids = named_ids(model, 1, 60 + chunk)
 
     def run() -> tuple[list[int], list[torch.Tensor]]:
@@ -99,9 +99,9 @@ def test_only_the_kept_positions_are_computed(family: Family, keep: int, chunk: 
 
 
 @pytest.mark.parametrize("sizes", ([1, 1], [10, 1, 1], [16, 1], [50, *[1] * 80], [50, 3, 70, 1], [5, 5, 5, 1]), ids=str)
-def test_returned_states_are_stock_s(family: Family, sizes: list[int], layout: str) -> None:
+def test_returned_states_are_stock_s(species: Species, sizes: list[int], layout: str) -> None:
     """Same shapes, values and time order at every call, and later calls do not change what was returned."""
-    model = family.build(16)
+    model = species.build(16)
     ids = named_ids(model, 1, sum(sizes))
 
     def run() -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
@@ -122,8 +122,8 @@ def test_returned_states_are_stock_s(family: Family, sizes: list[int], layout: s
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 
-def test_embeddings_with_and_without_per_layer_inputs(family: Family) -> None:
-    model = family.build(16)
+def test_embeddings_with_and_without_per_layer_inputs(species: Species) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 60)
     text = text_model(model)
     with torch.no_grad():
@@ -137,18 +137,13 @@ def test_embeddings_with_and_without_per_layer_inputs(family: Family) -> None:
             assert_same_logits(got.logits, want)
 
 
-def test_gradient_checkpointing(family: Family) -> None:
-    model = family.build(16)
+def test_gradient_checkpointing(species: Species) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 40)
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # renamed in 5.24
     model.train()
 
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    want = gradients()
+    want = parameter_gradients(model, model(ids, labels=ids, use_cache=False).loss)
     with swapatch.patch(model):
-        got = gradients()
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        got = parameter_gradients(model, model(ids, labels=ids, use_cache=False).loss)
+    assert_same_gradients(got, want)

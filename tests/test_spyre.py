@@ -8,30 +8,29 @@ import zoo
 from compare import cache_key, forced, greedy, sliding_rows
 from spyre_sim import device, graphs, operator
 from torch import Tensor
-from zoo import FULL, SLIDING, Family, named_ids, text_model
+from zoo import FULL, SLIDING, Species, named_ids, text_model
 
 import swapatch
-from swapatch.attention import spyre
-from swapatch.hooks import StepHook
+from swapatch.backends import spyre
 
 NEW = 140  # more than two rolls
 GEMMA3, GEMMA4 = "gemma3", "gemma4"
 LOWEST = {GEMMA3: 0.999, GEMMA4: 0.998}
 
 
-def family(name: str) -> Family:
+def species(name: str) -> Species:
     """Models with heads of 64, as the operator wants them, and scores of a usual size."""
     if name == GEMMA3:
         options = {"head_dim": 64, "query_pre_attn_scalar": 64, "hidden_size": 64}
-        return Family(name, "Gemma3ForCausalLM", lambda window: zoo._gemma3_text(window, **options))
+        return Species(name, "Gemma3ForCausalLM", lambda window: zoo._gemma3_text(window, **options))
     options = {"head_dim": 64, "global_head_dim": 64, "hidden_size": 64}
-    return Family(
+    return Species(
         name, "Gemma4ForCausalLM", lambda window: zoo._gemma4_ple_shared(window, **options), shared_kv=True, ple=True
     )
 
 
 def build(name: str, window: int) -> Any:
-    model = family(name).build(window, dtype=torch.bfloat16)
+    model = species(name).build(window, dtype=torch.bfloat16)
     with torch.no_grad():  # gentle attention: what is compared is the way of computing, not how chaos grows
         for norm, parameter in model.named_parameters():
             if norm.endswith(("q_norm.weight", "k_norm.weight")):
@@ -79,7 +78,7 @@ def test_forced_on_any_device(name: str) -> None:
 @pytest.mark.parametrize("lengths", ((5,), (1, 15, 90), (64, 3)), ids=str)
 def test_padded_batches(lengths: tuple[int, ...]) -> None:
     model = build(GEMMA3, 64)
-    inputs = family(GEMMA3).inputs(model, lengths)
+    inputs = species(GEMMA3).inputs(model, lengths)
     ids = inputs.pop("input_ids")
     want = greedy(model, ids, 5, **inputs).logits
     with swapatch.patch(model, backend="spyre"):
@@ -124,7 +123,7 @@ def test_vision_is_not_causal() -> None:
             setattr(made.text_config, key, value)
         return made
 
-    model = Family("vision", base.architecture, make, vision=True, bidirectional=True).build(64, dtype=torch.bfloat16)
+    model = Species("vision", base.architecture, make, vision=True, bidirectional=True).build(64, dtype=torch.bfloat16)
     inputs = base.inputs(model, [70], images=[[(10, 20)]])
     with torch.no_grad():
         want = model(**inputs).logits
@@ -193,7 +192,7 @@ def test_heads_of_another_size_are_refused() -> None:
 
 
 def test_float32_is_refused() -> None:
-    model = family(GEMMA3).build(64)
+    model = species(GEMMA3).build(64)
     with (
         swapatch.patch(model, backend="spyre"),
         pytest.raises(swapatch.SpyreContractError, match="load it in bfloat16"),
@@ -261,7 +260,7 @@ def test_comparison_sees_a_window_one_off(name: str) -> None:
     ids = named_ids(model, 1, 240)
     want = forced(model, ids, prompt=100).logits
     for other in (63, 65):
-        got = forced(family(name).with_window(model, other), ids, prompt=100).logits
+        got = forced(species(name).with_window(model, other), ids, prompt=100).logits
         assert cosine(got, want).min() < LOWEST[name]
 
 
@@ -269,7 +268,7 @@ def test_transfers_do_not_grow_with_the_layers(card: None) -> None:
     uploads = []
     for layers in (2, 6):
         config = {"head_dim": 64, "query_pre_attn_scalar": 64, "layer_types": [FULL] + [SLIDING] * layers}
-        model = Family("deep", "Gemma3ForCausalLM", lambda w, c=config: zoo._gemma3_text(w, **c)).build(
+        model = Species("deep", "Gemma3ForCausalLM", lambda w, c=config: zoo._gemma3_text(w, **c)).build(
             64, dtype=torch.bfloat16
         )
         ids = named_ids(model, 1, 30).to("spyre")
@@ -311,5 +310,4 @@ def test_nothing_of_the_card_is_imported() -> None:
     import sys
 
     assert "torch_spyre" not in sys.modules
-    assert StepHook.__module__ == "swapatch.hooks"
     assert cache_key(build(GEMMA3, 64)) in ("cache", "past_key_values")

@@ -475,10 +475,10 @@ def test_a_view_with_an_offset_is_no_input(spyre: torch.device, compiled_layer: 
 
 
 def test_stock_generates_on_the_device(spyre: torch.device) -> None:
-    family = zoo.BY_NAME["gemma3_text"]
+    species = zoo.BY_NAME["gemma3_text"]
     options = zoo._gemma3_text(16, head_dim=64, query_pre_attn_scalar=64)
-    model = zoo.Family("gemma3_64", family.architecture, lambda window: options).build(16, dtype=torch.bfloat16)
-    inputs = family.inputs(model, [20, 9])
+    model = zoo.Species("gemma3_64", species.architecture, lambda window: options).build(16, dtype=torch.bfloat16)
+    inputs = species.inputs(model, [20, 9])
     expected_ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     model.to(spyre)
     with device.counting() as counts:

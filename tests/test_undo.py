@@ -9,13 +9,13 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from compare import assert_unchanged, forced, greedy, snapshot
 from torch import nn
-from zoo import Family, named_ids, text_model
+from zoo import Species, named_ids, text_model
 
 import swapatch
 
 
-def test_nothing_is_left(family: Family) -> None:
-    model = family.build(16)
+def test_nothing_is_left(species: Species) -> None:
+    model = species.build(16)
     ids = named_ids(model, 1, 40)
     before = forced(model, ids, prompt=30).logits
     snap = snapshot(model)
@@ -28,8 +28,8 @@ def test_nothing_is_left(family: Family) -> None:
     assert torch.equal(forced(model, ids, prompt=30).logits, before)
 
 
-def test_twice_and_again(family: Family) -> None:
-    model = family.build(16)
+def test_twice_and_again(species: Species) -> None:
+    model = species.build(16)
     snap = snapshot(model)
     handle = swapatch.patch(model)
     handle.undo()
@@ -44,16 +44,16 @@ def test_twice_and_again(family: Family) -> None:
     assert_unchanged(model, snap)
 
 
-def test_undone_after_an_exception(family: Family) -> None:
-    model = family.build(16)
+def test_undone_after_an_exception(species: Species) -> None:
+    model = species.build(16)
     snap = snapshot(model)
     with pytest.raises(KeyboardInterrupt), swapatch.patch(model):
         raise KeyboardInterrupt
     assert_unchanged(model, snap)
 
 
-def test_failure_in_the_middle_is_rolled_back(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = family.build(16)
+def test_failure_in_the_middle_is_rolled_back(species: Species, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = species.build(16)
     snap = snapshot(model)
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -67,8 +67,8 @@ def test_failure_in_the_middle_is_rolled_back(family: Family, monkeypatch: pytes
     assert not swapatch.is_patched(model)
 
 
-def test_attribute_deleted_meanwhile(family: Family) -> None:
-    model = family.build(16)
+def test_attribute_deleted_meanwhile(species: Species) -> None:
+    model = species.build(16)
     snap = snapshot(model)
     handle = swapatch.patch(model)
     del text_model(model).layers[handle.plan.sliding[0]].self_attn.forward
@@ -77,9 +77,9 @@ def test_attribute_deleted_meanwhile(family: Family) -> None:
     assert_unchanged(model, snap)
 
 
-def test_somebody_on_top_is_named(family: Family) -> None:
+def test_somebody_on_top_is_named(species: Species) -> None:
     """Undo refuses over a hook that came later, changes nothing, and works once the hook is gone."""
-    model = family.build(16)
+    model = species.build(16)
     snap = snapshot(model)
     handle = swapatch.patch(model)
     patched = snapshot(model)
@@ -96,7 +96,7 @@ def test_somebody_on_top_is_named(family: Family) -> None:
     assert_unchanged(model, snap)
 
 
-def test_hook_that_came_first_keeps_running(family: Family) -> None:
+def test_hook_that_came_first_keeps_running(species: Species) -> None:
     class Count(ModelHook):
         calls = 0
 
@@ -104,7 +104,7 @@ def test_hook_that_came_first_keeps_running(family: Family) -> None:
             Count.calls += 1
             return args, kwargs
 
-    model = family.build(16)
+    model = species.build(16)
     ids = named_ids(model, 1, 40)
     want = forced(model, ids, prompt=30).logits
     attention = text_model(model).layers[0].self_attn
@@ -118,8 +118,8 @@ def test_hook_that_came_first_keeps_running(family: Family) -> None:
     assert_unchanged(model, snap)
 
 
-def test_somebody_below_is_refused(family: Family) -> None:
-    model = family.build(16)
+def test_somebody_below_is_refused(species: Species) -> None:
+    model = species.build(16)
     attention = text_model(model).layers[swapatch.patch(model).plan.sliding[0]].self_attn
     swapatch.unpatch(model)
     attention.forward = lambda *args, **kwargs: None
@@ -129,9 +129,9 @@ def test_somebody_below_is_refused(family: Family) -> None:
     assert_unchanged(model, snap)
 
 
-def test_a_deep_copy_is_patched_by_itself(family: Family) -> None:
+def test_a_deep_copy_is_patched_by_itself(species: Species) -> None:
     """The copy runs its own weights, and is undone without the original noticing."""
-    model = family.build(16)
+    model = species.build(16)
     ids = named_ids(model, 1, 40)
     handle = swapatch.patch(model)
     patched = snapshot(model)
@@ -157,8 +157,8 @@ from transformers.models.gemma4 import modeling_gemma4
 import transformers.generation.utils, transformers.integrations.sdpa_attention
 sys.path.insert(0, "tests")
 from compare import assert_unchanged, snapshot
-from zoo import FAMILIES
-models = [family.build(8) for family in FAMILIES]
+from zoo import SPECIES
+models = [species.build(8) for species in SPECIES]
 before = [snapshot(model) for model in models]
 import swapatch
 for model, snap in zip(models, before):

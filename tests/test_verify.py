@@ -11,7 +11,7 @@ import pytest
 import torch
 from compare import TOL, assert_unchanged, greedy, snapshot, teacher_forced
 from torch import Tensor, nn
-from zoo import BY_NAME, FAMILIES, Family, Model, named_ids, text_config, text_model
+from zoo import BY_NAME, SPECIES, Model, Species, named_ids, text_config, text_model
 
 import swapatch
 from swapatch._compat import CACHE_NAME
@@ -19,7 +19,7 @@ from swapatch.switch import is_disabled
 from swapatch.verify import Place, Verdict, compare
 
 WINDOW, PROMPT, NEW = 8, 30, 5
-TEXT = [family for family in FAMILIES if not family.vision]
+TEXT = [species for species in SPECIES if not species.vision]
 
 
 def layer_kinds(model: Model) -> list[str]:
@@ -95,10 +95,10 @@ def wrong_window(model: Model, layer: int, window: int) -> Iterator[None]:
 # -- nothing to find --
 
 
-def test_same_on_every_family(family: Family) -> None:
+def test_same_on_every_species(species: Species) -> None:
     """And the model is afterwards as it was."""
-    model = family.build(WINDOW)
-    inputs = family.inputs(model, [PROMPT, PROMPT - 9])
+    model = species.build(WINDOW)
+    inputs = species.inputs(model, [PROMPT, PROMPT - 9])
     snap = snapshot(model)
     verdict = compare(model, **inputs, max_new_tokens=NEW)
     assert verdict.same
@@ -113,11 +113,11 @@ def _mask(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"attention_mask": inputs["attention_mask"]}
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.vision], ids=str)
-def test_same_with_images(family: Family) -> None:
-    model = family.build(WINDOW)
+@pytest.mark.parametrize("species", [species for species in SPECIES if species.vision], ids=str)
+def test_same_with_images(species: Species) -> None:
+    model = species.build(WINDOW)
     size = getattr(model.config, "mm_tokens_per_image", 6)
-    inputs = family.inputs(model, [PROMPT], images=[[(5, size)]], pixels=True)
+    inputs = species.inputs(model, [PROMPT], images=[[(5, size)]], pixels=True)
     assert compare(model, **inputs, max_new_tokens=2).same
 
 
@@ -170,11 +170,11 @@ def test_calls_that_stock_code_ran_are_counted() -> None:
 # -- planted faults --
 
 
-@pytest.mark.parametrize("family", TEXT, ids=str)
+@pytest.mark.parametrize("species", TEXT, ids=str)
 @pytest.mark.parametrize("window", (WINDOW - 1, WINDOW + 1))
-def test_a_window_off_by_one_is_found(family: Family, window: int) -> None:
+def test_a_window_off_by_one_is_found(species: Species, window: int) -> None:
     """In the first and the last sliding layer: its number, and the first position whose window is wrong."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     ids = named_ids(model, 1, PROMPT)
     first = min(window, WINDOW)
     with swapatch.patch(model):
@@ -187,9 +187,9 @@ def test_a_window_off_by_one_is_found(family: Family, window: int) -> None:
         assert compare(model, ids, max_new_tokens=1).same
 
 
-def test_a_fault_in_a_step_is_found(family: Family) -> None:
+def test_a_fault_in_a_step_is_found(species: Species) -> None:
     """In a layer of any kind: the prompt and the first steps are right, a later one is not."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     ids, kinds = named_ids(model, 1, PROMPT), layer_kinds(model)
     shared = getattr(text_config(model), "num_kv_shared_layers", 0) or 0
     with swapatch.patch(model):
@@ -214,9 +214,9 @@ def test_the_first_of_two_faults_is_found() -> None:
     assert (verdict.first.position, verdict.origin.index) == (4, 1)
 
 
-def test_differences_are_those_of_the_logits(family: Family) -> None:
+def test_differences_are_those_of_the_logits(species: Species) -> None:
     """At every position, against logits from forwards of our own."""
-    model = family.build(WINDOW)
+    model = species.build(WINDOW)
     ids = named_ids(model, 1, PROMPT)
     with swapatch.patch(model), fault(model, 0, from_position(3)):
         verdict = compare(model, ids, max_new_tokens=NEW)
@@ -244,9 +244,9 @@ def test_the_first_token_that_differs_is_that_of_generate() -> None:
 
 
 def test_the_row_is_found_and_padding_does_not_count() -> None:
-    family = BY_NAME["gemma4_ple_shared"]
-    model = family.build(WINDOW)
-    inputs = family.inputs(model, [PROMPT, PROMPT - 12])
+    species = BY_NAME["gemma4_ple_shared"]
+    model = species.build(WINDOW)
+    inputs = species.inputs(model, [PROMPT, PROMPT - 12])
 
     def second_row(states: Tensor, start: int) -> Tensor:
         changed = states.clone()

@@ -26,11 +26,11 @@ from torch import Tensor
 from zoo import (
     BY_NAME,
     EOS,
-    FAMILIES,
     FIRST_SPECIAL,
     IMAGE_TOKEN,
     PAD,
-    Family,
+    SPECIES,
+    Species,
     named_ids,
     text_config,
     text_model,
@@ -38,50 +38,50 @@ from zoo import (
 )
 
 WINDOWS = [8, 16, 64, 65, 100]
-VISION = [family for family in FAMILIES if family.vision]
+VISION = [species for species in SPECIES if species.vision]
 
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)
-vision_families = pytest.mark.parametrize("family", VISION, ids=str)
+every_species = pytest.mark.parametrize("species", SPECIES, ids=str)
+vision_species = pytest.mark.parametrize("species", VISION, ids=str)
 
 
-@every_family
-def test_weights_depend_on_the_seed_alone(family: Family) -> None:
+@every_species
+def test_weights_depend_on_the_seed_alone(species: Species) -> None:
     before = torch.get_rng_state()
-    model = family.build(8, seed=3)
+    model = species.build(8, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
     assert not model.training
-    half = family.build(64, seed=3, dtype=torch.bfloat16, attn_implementation="eager")
-    other = family.build(8, seed=4).state_dict()
+    half = species.build(64, seed=3, dtype=torch.bfloat16, attn_implementation="eager")
+    other = species.build(8, seed=4).state_dict()
     assert half.dtype == torch.bfloat16
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, half.state_dict()[name].float()), name
     assert any(not torch.equal(weight, other[name]) for name, weight in model.state_dict().items())
 
 
-@every_family
-def test_flags_and_windows_are_those_of_the_config(family: Family) -> None:
-    model = family.with_window(family.build(8), 16)
+@every_species
+def test_flags_and_windows_are_those_of_the_config(species: Species) -> None:
+    model = species.with_window(species.build(8), 16)
     config = text_config(model)
     assert config.sliding_window == 16
     assert [layer.self_attn.sliding_window for layer in text_model(model).layers] == [
         16 if kind == "sliding_attention" else None for kind in config.layer_types
     ]
-    assert family.shared_kv == bool(getattr(config, "num_kv_shared_layers", 0))
-    assert family.ple == bool(getattr(config, "hidden_size_per_layer_input", 0))
-    assert family.moe == bool(getattr(config, "enable_moe_block", False))
-    assert family.vision == hasattr(model.config, "vision_config")
+    assert species.shared_kv == bool(getattr(config, "num_kv_shared_layers", 0))
+    assert species.ple == bool(getattr(config, "hidden_size_per_layer_input", 0))
+    assert species.moe == bool(getattr(config, "enable_moe_block", False))
+    assert species.vision == hasattr(model.config, "vision_config")
 
 
-@every_family
-def test_with_window_keeps_the_weights(family: Family) -> None:
-    model = family.build(8, seed=5)
-    other = family.with_window(model, 16).state_dict()
+@every_species
+def test_with_window_keeps_the_weights(species: Species) -> None:
+    model = species.build(8, seed=5)
+    other = species.with_window(model, 16).state_dict()
     assert all(torch.equal(weight, other[name]) for name, weight in model.state_dict().items())
 
 
-@every_family
-def test_greedy_text_is_finite_and_varied(family: Family) -> None:
-    model = family.build(64)
+@every_species
+def test_greedy_text_is_finite_and_varied(species: Species) -> None:
+    model = species.build(64)
     out = greedy(model, named_ids(model, 1, 80), 80)
     assert out.tokens.shape == (1, 160)
     assert out.logits.shape == (1, 80, text_config(model).vocab_size)
@@ -96,20 +96,20 @@ def test_insensitive_comparison_is_reported() -> None:
         assert_sensitive(BY_NAME["gemma3_text"], 64, prompt=8)
 
 
-@every_family
-def test_rounding_stays_below_the_tolerance(family: Family) -> None:
-    model = family.build(64)
+@every_species
+def test_rounding_stays_below_the_tolerance(species: Species) -> None:
+    model = species.build(64)
     ids = named_ids(model, 1, 320)
     want = teacher_forced(model, ids, prompt=320)
-    got = teacher_forced(family.build(64, attn_implementation="eager"), ids, prompt=300)
+    got = teacher_forced(species.build(64, attn_implementation="eager"), ids, prompt=300)
     assert_same_logits(got, want, tol=TOL / 2)
 
 
-@every_family
-def test_each_row_of_a_padded_batch_equals_its_own_run(family: Family) -> None:
-    model = family.build(8)
+@every_species
+def test_each_row_of_a_padded_batch_equals_its_own_run(species: Species) -> None:
+    model = species.build(8)
     lengths = [1, 15, 40]
-    batch = family.inputs(model, lengths)
+    batch = species.inputs(model, lengths)
     ids, mask = _continued(batch["input_ids"], batch["attention_mask"], 6)
     got = teacher_forced(model, ids, prompt=40, attention_mask=mask)
     assert got.isfinite().all()
@@ -119,19 +119,19 @@ def test_each_row_of_a_padded_batch_equals_its_own_run(family: Family) -> None:
         assert_same_logits(got[row : row + 1, start:], want)
 
 
-@every_family
-def test_chunks_equal_one_prefill(family: Family) -> None:
-    model = family.build(8)
-    batch = family.inputs(model, [20, 33])
+@every_species
+def test_chunks_equal_one_prefill(species: Species) -> None:
+    model = species.build(8)
+    batch = species.inputs(model, [20, 33])
     want = teacher_forced(model, batch["input_ids"], prompt=33, attention_mask=batch["attention_mask"])
     got = teacher_forced(model, batch["input_ids"], prompt=5, chunks=[7, 1, 16], attention_mask=batch["attention_mask"])
     assert_same_logits(got, want, batch["attention_mask"])
 
 
-@every_family
-def test_a_second_turn_continues_the_first(family: Family) -> None:
-    model = family.build(8)
-    batch = family.inputs(model, [20, 33])
+@every_species
+def test_a_second_turn_continues_the_first(species: Species) -> None:
+    model = species.build(8)
+    batch = species.inputs(model, [20, 33])
     ids, mask = batch["input_ids"], batch["attention_mask"]
     want = teacher_forced(model, ids, prompt=33, attention_mask=mask)
     first = forced(model, ids[:, :18], prompt=15, attention_mask=mask)
@@ -140,10 +140,10 @@ def test_a_second_turn_continues_the_first(family: Family) -> None:
     assert_same_logits(torch.cat((first.logits, second.logits), dim=1), want, mask)
 
 
-@every_family
-def test_greedy_logits_are_the_teacher_forced_ones(family: Family) -> None:
-    model = family.build(8)
-    batch = family.inputs(model, [6, 20])
+@every_species
+def test_greedy_logits_are_the_teacher_forced_ones(species: Species) -> None:
+    model = species.build(8)
+    batch = species.inputs(model, [6, 20])
     out = greedy(model, batch["input_ids"], 7, attention_mask=batch["attention_mask"])
     mask = _continued(batch["input_ids"], batch["attention_mask"], 7)[1]
     want = teacher_forced(model, out.tokens, prompt=20, attention_mask=mask)
@@ -152,23 +152,23 @@ def test_greedy_logits_are_the_teacher_forced_ones(family: Family) -> None:
     assert out.cache.get_seq_length() == 26
 
 
-@vision_families
-def test_token_types_open_the_mask_where_the_family_does(family: Family) -> None:
-    model = family.build(16)
-    batch = family.inputs(model, [40, 25], images=[[(0, 9), (20, 9)], [(3, 9), (12, 9)]])
+@vision_species
+def test_token_types_open_the_mask_where_the_species_does(species: Species) -> None:
+    model = species.build(16)
+    batch = species.inputs(model, [40, 25], images=[[(0, 9), (20, 9)], [(3, 9), (12, 9)]])
     mask, kinds = batch["attention_mask"], batch[token_type_key(model)]
     with_types = teacher_forced(model, batch["input_ids"], prompt=40, attention_mask=mask, token_types=kinds)
     without = teacher_forced(model, batch["input_ids"], prompt=40, attention_mask=mask)
     moved = ((with_types - without).abs().amax(-1) * mask).amax()
-    assert (moved > 0.1) == family.bidirectional
+    assert (moved > 0.1) == species.bidirectional
     out = greedy(model, batch.pop("input_ids"), 3, **batch)
     assert_same_logits(out.logits[:, :1], with_types[:, -1:])
 
 
-@vision_families
-def test_pixels_reach_the_logits(family: Family) -> None:
-    model = family.build(8)
-    batch = family.inputs(model, [30, 21], images=[[(0, 18)], [(5, 9)]], pixels=True)
+@vision_species
+def test_pixels_reach_the_logits(species: Species) -> None:
+    model = species.build(8)
+    batch = species.inputs(model, [30, 21], images=[[(0, 18)], [(5, 9)]], pixels=True)
     first = greedy(model, batch["input_ids"], 3, **_without_ids(batch))
     batch["pixel_values"] = 1 - batch["pixel_values"]
     second = greedy(model, batch["input_ids"], 3, **_without_ids(batch))
@@ -176,12 +176,12 @@ def test_pixels_reach_the_logits(family: Family) -> None:
     assert (first.logits - second.logits).abs().amax() > 0.1
 
 
-@pytest.mark.parametrize("family", [f for f in VISION if f.name.startswith("gemma4")], ids=str)
-def test_images_of_several_sizes_fit_into_one_batch(family: Family) -> None:
-    model = family.build(8)
-    batch = family.inputs(model, [30, 30], images=[[(2, 5), (7, 3)], [(4, 12)]], pixels=True)
+@pytest.mark.parametrize("species", [species for species in VISION if species.name.startswith("gemma4")], ids=str)
+def test_images_of_several_sizes_fit_into_one_batch(species: Species) -> None:
+    model = species.build(8)
+    batch = species.inputs(model, [30, 30], images=[[(2, 5), (7, 3)], [(4, 12)]], pixels=True)
     both = greedy(model, batch["input_ids"], 2, **_without_ids(batch))
-    alone = family.inputs(model, [30], images=[[(2, 5), (7, 3)]], pixels=True)
+    alone = species.inputs(model, [30], images=[[(2, 5), (7, 3)]], pixels=True)
     used = alone["pixel_values"].shape[1]
     assert both.logits.isfinite().all()
     assert (batch["image_position_ids"][2] >= 0).all()
@@ -190,23 +190,23 @@ def test_images_of_several_sizes_fit_into_one_batch(family: Family) -> None:
 
 
 def test_inputs_are_left_padded_with_ordinary_ids() -> None:
-    family = BY_NAME["gemma3_vision"]
-    model = family.build(8)
-    batch = family.inputs(model, [2, 12], images=[[], [(0, 4), (4, 3)]])
+    species = BY_NAME["gemma3_vision"]
+    model = species.build(8)
+    batch = species.inputs(model, [2, 12], images=[[], [(0, 4), (4, 3)]])
     assert batch["input_ids"].shape == (2, 12)
     assert batch["attention_mask"].tolist() == [[0] * 10 + [1] * 2, [1] * 12]
     assert batch["token_type_ids"].tolist() == [[0] * 12, [1] * 7 + [0] * 5]
     assert (batch["input_ids"][0, :10] == PAD).all()
     real = batch["input_ids"][batch["attention_mask"].bool()]
     assert ((real > EOS) & (real < FIRST_SPECIAL)).all()
-    assert torch.equal(batch["input_ids"], family.inputs(model, [2, 12])["input_ids"])
-    with_pixels = family.inputs(model, [12, 20], images=[[], [(1, 18)]], pixels=True)
+    assert torch.equal(batch["input_ids"], species.inputs(model, [2, 12])["input_ids"])
+    with_pixels = species.inputs(model, [12, 20], images=[[], [(1, 18)]], pixels=True)
     assert (with_pixels["input_ids"][1, 1:19] == IMAGE_TOKEN).all()
     assert with_pixels["pixel_values"].shape == (2, 3, 12, 12)
     with pytest.raises(ValueError, match="multiples of 9"):
-        family.inputs(model, [12], images=[[(0, 4)]], pixels=True)
+        species.inputs(model, [12], images=[[(0, 4)]], pixels=True)
     with pytest.raises(ValueError, match="ends after the row's 12 tokens"):
-        family.inputs(model, [12], images=[[(9, 4)]])
+        species.inputs(model, [12], images=[[(9, 4)]])
 
 
 def test_a_difference_is_named() -> None:
@@ -249,11 +249,11 @@ def test_rows_and_bytes_count_storage_and_not_views() -> None:
     assert storage_bytes(after_step) == (3 * 8 + 31) * row
 
 
-@every_family
-def test_running_a_stock_model_changes_nothing(family: Family) -> None:
-    model = family.build(8)
+@every_species
+def test_running_a_stock_model_changes_nothing(species: Species) -> None:
+    model = species.build(8)
     before = snapshot(model)
-    batch = family.inputs(model, [4, 12])
+    batch = species.inputs(model, [4, 12])
     greedy(model, batch["input_ids"], 3, attention_mask=batch["attention_mask"])
     teacher_forced(model, batch["input_ids"], prompt=10)
     assert_unchanged(model, before)

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family: the one list that drives the parametrised tests.
+"""Tiny random models of every supported species: the one list that drives the parametrised tests.
 
 The weights are wide on purpose. A freshly initialised transformer attends almost evenly, and then a window that is one
 too long changes the logits by less than rounding does; here it changes them by 1e-2 and more (see `test_zoo.py`).
@@ -33,7 +33,7 @@ Model = Any
 
 
 @dataclass(frozen=True)
-class Family:
+class Species:
     """One architecture: how to configure it, and which of the special cases it has."""
 
     name: str
@@ -342,15 +342,15 @@ _GEMMA4_TOKENS: dict[str, Any] = {
 }
 
 _ALL = [
-    Family("gemma3_text", "Gemma3ForCausalLM", _gemma3_text),
-    Family("gemma3_mqa", "Gemma3ForCausalLM", _gemma3_mqa),
-    Family("gemma3_vision", "Gemma3ForConditionalGeneration", _gemma3_vision, vision=True, bidirectional=True),
-    Family("gemma4_text", "Gemma4ForCausalLM", _gemma4_text),
-    Family("gemma4_ple_shared", "Gemma4ForCausalLM", _gemma4_ple_shared, shared_kv=True, ple=True),
-    Family("gemma4_keqv", "Gemma4ForCausalLM", _gemma4_keqv),
-    Family("gemma4_moe", "Gemma4ForCausalLM", _gemma4_moe, moe=True),
-    Family("gemma4_vision", "Gemma4ForConditionalGeneration", _gemma4_vision, vision=True, bidirectional=True),
-    Family(
+    Species("gemma3_text", "Gemma3ForCausalLM", _gemma3_text),
+    Species("gemma3_mqa", "Gemma3ForCausalLM", _gemma3_mqa),
+    Species("gemma3_vision", "Gemma3ForConditionalGeneration", _gemma3_vision, vision=True, bidirectional=True),
+    Species("gemma4_text", "Gemma4ForCausalLM", _gemma4_text),
+    Species("gemma4_ple_shared", "Gemma4ForCausalLM", _gemma4_ple_shared, shared_kv=True, ple=True),
+    Species("gemma4_keqv", "Gemma4ForCausalLM", _gemma4_keqv),
+    Species("gemma4_moe", "Gemma4ForCausalLM", _gemma4_moe, moe=True),
+    Species("gemma4_vision", "Gemma4ForConditionalGeneration", _gemma4_vision, vision=True, bidirectional=True),
+    Species(
         "gemma4_vision_ple_shared",
         "Gemma4ForConditionalGeneration",
         _gemma4_vision_ple_shared,
@@ -359,7 +359,7 @@ _ALL = [
         shared_kv=True,
         ple=True,
     ),
-    Family(
+    Species(
         "gemma4_vision_causal",
         "Gemma4ForConditionalGeneration",
         _gemma4_vision_causal,
@@ -367,9 +367,11 @@ _ALL = [
         shared_kv=True,
         ple=True,
     ),
-    Family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", _gemma4_unified_text),
-    Family("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", _gemma4_unified, vision=True, bidirectional=True),
+    Species("gemma4_unified_text", "Gemma4UnifiedForCausalLM", _gemma4_unified_text),
+    Species(
+        "gemma4_unified", "Gemma4UnifiedForConditionalGeneration", _gemma4_unified, vision=True, bidirectional=True
+    ),
 ]
 
-FAMILIES: list[Family] = [family for family in _ALL if hasattr(transformers, family.architecture)]
-BY_NAME: dict[str, Family] = {family.name: family for family in FAMILIES}
+SPECIES: list[Species] = [species for species in _ALL if hasattr(transformers, species.architecture)]
+BY_NAME: dict[str, Species] = {species.name: species for species in SPECIES}

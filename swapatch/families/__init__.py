@@ -1,37 +1,28 @@
-"""The families of Gemma, a module each: its classes, the forward that replaces its sliding attention, and its masks."""
+"""The families of Gemma, a module each: all that is particular to one stands there, and is asked from here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+from ..plan import UNPATCHED, ModelPlan, configs, refuse
+from .family import Family
 
-from ..masks import MaskMaker
-from ..plan import MODEL_TYPES
+MODULES = {
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4_unified",
+}
+"""``model_type`` of the text configs that can be patched, and the module of their family."""
 
+SUPPORTED = "Gemma 3 and Gemma 4 (model_type " + ", ".join(sorted({*MODULES, *MODULES.values()})) + ")"
 
-@dataclass(frozen=True)
-class Family:
-    """The classes of a model family.
+_LOADED: dict[str, Family] = {}
 
-    Attributes:
-        text_model: the module that calls the layers.
-        attention: the module whose forward is replaced.
-        forward: the replacement.
-        vision_model: the module around the text model that makes the masks when there are images.
-        types_name: its argument for token types.
-        masks: makes masks as it does.
-    """
-
-    text_model: type[nn.Module]
-    attention: type[nn.Module]
-    forward: Callable[..., Any]
-    vision_model: type[nn.Module]
-    types_name: str
-    masks: MaskMaker
+_WHY = {
+    "gemma": f"{UNPATCHED}: Gemma 1 has no sliding layers",
+    "gemma2": f"{UNPATCHED}: Gemma 2 caps its attention scores, which the windowed attention does not do",
+}
 
 
 def family_of(model_type: str) -> Family:
@@ -40,5 +31,24 @@ def family_of(model_type: str) -> Family:
     >>> family_of("gemma3_text").attention.__name__
     'Gemma3Attention'
     """
-    family: Family = import_module(f".{MODEL_TYPES[model_type]}", __name__).FAMILY
-    return family
+    if model_type not in _LOADED:
+        _LOADED[model_type] = import_module(f".{MODULES[model_type]}", __name__).FAMILY
+    return _LOADED[model_type]
+
+
+def plan_model(model_or_config: Any) -> ModelPlan:
+    """The plan for a model or a config.
+
+    Raises:
+        UnsupportedModelError: says what was found, what is supported and what to do.
+    """
+    config, text = configs(model_or_config)
+    if text.model_type not in MODULES:
+        raise refuse(f"model_type {config.model_type!r}", _WHY.get(text.model_type, UNPATCHED), SUPPORTED)
+    family = family_of(text.model_type)
+    if config.model_type not in (text.model_type, family.outer_type):
+        raise refuse(f"model_type {config.model_type!r} around {text.model_type!r}", UNPATCHED, SUPPORTED)
+    return family.plan(config, text)
+
+
+__all__ = ["MODULES", "SUPPORTED", "Family", "family_of", "plan_model"]

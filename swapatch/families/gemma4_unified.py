@@ -1,4 +1,4 @@
-"""Gemma 4 unified: the attention is Gemma 4's, the masks of images are its own."""
+"""Gemma 4 unified, without an encoder: the attention is Gemma 4's, the masks of images are its own."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from typing import Any
 from torch import Tensor
 from transformers.models.gemma4_unified import modeling_gemma4_unified as modeling
 
-from ..masks import text_masks
-from . import Family
-from .gemma4 import forward
+from .family import Family, Masks
+from .gemma4 import Gemma4
 
 
-def masks(config: Any, types: Tensor | None, **call: Any) -> dict[str, Tensor | None]:
-    """The masks that ``Gemma4UnifiedModel`` makes in its forward; what it makes for ``generate`` is something else."""
-    if types is not None:
-        device = call["inputs_embeds"].device
-        call["block_sequence_ids"] = modeling.get_block_sequence_ids_for_mask(types, device=device)
-    return text_masks(config, **call)
+class Gemma4Unified(Gemma4):
+    """See :class:`.Family`."""
+
+    model_type = "gemma4_unified_text"
+    outer_type = "gemma4_unified"
+    config = modeling.Gemma4UnifiedTextConfig
+    text_model = modeling.Gemma4UnifiedTextModel
+    attention = modeling.Gemma4UnifiedTextAttention
+    outer_model = modeling.Gemma4UnifiedModel
+
+    def masks(self, config: Any, types: Tensor | None, *, ahead: bool, **call: Any) -> Masks:
+        """As the model makes them in its forward, or ahead of it, which with images is not the same."""
+        if ahead:
+            maker = modeling.Gemma4UnifiedForConditionalGeneration.create_masks_for_generate
+            made: Masks = maker(config=config, mm_token_type_ids=types, position_ids=None, **call)
+            return made
+        if types is not None:
+            device = call["inputs_embeds"].device
+            call["block_sequence_ids"] = modeling.get_block_sequence_ids_for_mask(types, device=device)
+        return Family.masks(self, config, None, ahead=False, **call)
 
 
-FAMILY = Family(
-    modeling.Gemma4UnifiedTextModel,
-    modeling.Gemma4UnifiedTextAttention,
-    forward,
-    modeling.Gemma4UnifiedModel,
-    "mm_token_type_ids",
-    masks,
-)
+FAMILY = Gemma4Unified()

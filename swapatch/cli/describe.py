@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from ._load import DTYPES
-from ._text import aligned, human_bytes, print_table, ranges
-from .cache import LAYOUTS
-from .plan import LayerPlan, ModelPlan, plan_model, text_config
-from .report import report
+from .._text import aligned, human_bytes, print_table, ranges
+from ..families import plan_model
+from ..layers import LAYOUTS
+from ..plan import LayerPlan, ModelPlan, text_config
+from ..sizes import report
+from .load import DTYPES
 
 TOKENS = tuple(1024 << power for power in range(8))
 """Lengths in the table of sizes, 1k to 128k."""

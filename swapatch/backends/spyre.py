@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._errors import SpyreContractError, explain
+from ..families.family import Projected
 from ..geometry import ALIGN
 
 DEVICE = "spyre"
@@ -32,8 +33,8 @@ ARGUMENTS = ("query", "key", "value", "attention_mask", "window_size", "is_causa
 SHAPES = 64
 """Shapes of one kind of layer that may be compiled: prefills come in any whole number of 64-row blocks."""
 
-Projection = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
-"""``(attention, hidden, cos, sin) -> query, key, value``; no key and value in a layer that shares another's."""
+Projection = Callable[..., Projected]
+"""``(attention, hidden, cos, sin) -> query, key, value``."""
 
 
 def operator() -> Any:

@@ -17,8 +17,9 @@ from transformers.cache_utils import Cache
 from ._compat import kv_shape
 from ._errors import explain
 from ._text import aligned, human_bytes, ranges
-from .cache import LAYOUTS
-from .plan import plan_model, text_config
+from .families import plan_model
+from .layers import LAYOUTS
+from .plan import text_config
 
 
 @dataclass(frozen=True)

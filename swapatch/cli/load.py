@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ._errors import SwapatchError, explain
-from .plan import plan_model
+from .._errors import SwapatchError, explain
+from ..families import plan_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """The types that can be asked for, by name."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ._errors import SpyreContractError
-from ._text import aligned
-from .attention import spyre
-from .switch import VARIABLE, is_disabled
+from .._errors import SpyreContractError
+from .._text import aligned
+from ..backends import BACKENDS
+from ..switch import VARIABLE, is_disabled
 
 PACKAGES = ("torch", "transformers", "accelerate", "wrapt", "tokenizers", "safetensors", "peft", "bitsandbytes", "rich")
 """Packages whose version may matter."""
@@ -23,7 +23,7 @@ SPYRE_PACKAGE, OPERATOR = "torch_spyre", ("spyre", "sliding_window_attention")
 
 def environment() -> dict[str, Any]:
     """Versions, devices, and the state of the Spyre operator, as plain values; None for what is not there."""
-    from . import __version__
+    from .. import __version__
 
     return {
         "swapatch": __version__,
@@ -77,7 +77,7 @@ def _schemas(namespace: str, name: str) -> list[str] | None:
 
 def _operator_fits() -> bool:
     try:
-        spyre.operator()
+        BACKENDS["spyre"].check()
     except SpyreContractError:
         return False
     return True

@@ -1,0 +1,83 @@
+"""What a backend is: given a call of the model, it says how its sliding layers are computed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..cache import CompactCache
+from ..families import Family
+from ..geometry import Span
+from ..rules import Rule, rule_of
+from ..step import Step
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of the text model.
+
+    Attributes:
+        family: of the model.
+        window: keys that a query of a sliding layer sees.
+        cache: of the call, or None.
+        queries: positions of its tokens.
+        first_key: position of the first row that a sliding layer of the cache will return.
+        like: stands for the embeddings, ``[batch, tokens, any]``: shape, dtype and device.
+        padding: its 2D attention mask, ``[batch, positions]``.
+        segments: which packed sequence a token belongs to, ``[batch, tokens]``.
+        types: token types, ``[batch, positions]``, where tokens of one image see each other both ways.
+        images: name of the rule for those.
+        causal: whether no token ever sees a later one, in any call of this model.
+        fixed: whether the call is compiled, so that a decode step must not hold numbers that change.
+    """
+
+    family: Family
+    window: int
+    cache: Any
+    queries: Span
+    first_key: int
+    like: Tensor
+    padding: Tensor | None
+    segments: Tensor | None
+    types: Tensor | None
+    images: str
+    causal: bool
+    fixed: bool = False
+
+    @property
+    def rule(self) -> Rule:
+        """Who sees whom in this call."""
+        return rule_of(self.window, self.padding, self.segments, self.images, self.types)
+
+    @property
+    def rows(self) -> CompactCache | None:
+        """The cache, if its rows may be written in place: it is ours, and nobody will go backward through them."""
+        return self.cache if isinstance(self.cache, CompactCache) and not torch.is_grad_enabled() else None
+
+    @property
+    def is_row(self) -> bool:
+        """Whether it is one more token of text."""
+        return self.queries.size == 1 and self.queries.start > 0 and self.types is None
+
+
+class Backend(ABC):
+    """One way to compute sliding layers.
+
+    Attributes:
+        name: what a user asks for it by.
+        device: the type of device that it is the choice for; None for all others.
+    """
+
+    name: ClassVar[str]
+    device: ClassVar[str | None] = None
+
+    def check(self) -> None:  # noqa: B027  # most work everywhere
+        """Raise a :class:`~swapatch.SwapatchError` if it cannot work here at all."""
+
+    @abstractmethod
+    def begin(self, call: ModelCall) -> Step | str:
+        """The step for a call; or in words, why this backend leaves it to stock."""

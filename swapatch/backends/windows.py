@@ -1,0 +1,35 @@
+"""The backends for CPU and CUDA: our own attention, by torch's fused kernel or by its definition."""
+
+from __future__ import annotations
+
+from ..attention import BLOCK, KERNELS
+from ..step import FixedRowStep, RowStep, Step, WindowStep
+from .backend import Backend, ModelCall
+
+
+class Windowed(Backend):
+    """Windows, with torch's fused kernel for each rectangle.
+
+    Args:
+        block: queries in one block.
+    """
+
+    name = "windowed"
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
+
+    def begin(self, call: ModelCall) -> Step | str:
+        cache = call.rows
+        if cache is None or not call.is_row:
+            return WindowStep(call.family, call.rule, call.queries, call.first_key, self.name, self.block)
+        for layer in cache.sliding:
+            layer.make_room(1)
+        step = FixedRowStep if cache.fixed or call.fixed else RowStep
+        return step(call.family, call.rule, call.queries, cache.sliding[0], KERNELS[self.name])
+
+
+class Reference(Windowed):
+    """The same steps, with the slow definition of attention; for debugging."""
+
+    name = "reference"

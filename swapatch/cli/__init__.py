@@ -1,0 +1,1 @@
+"""``python -m swapatch``: what only the command line needs."""
