@@ -315,7 +315,7 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
         log.set(f"{name}.{slot}", attention, slot, MethodType(forward, attention))
         shown = partial(_describe, attention, plan.window, handle.layout, handle.backend)
         log.set(f"{name}.extra_repr", attention, "extra_repr", shown)  # for print(model)
-    options = Options(parts.family, handle.layout, handle.backend, not plan.bidirectional, handle._calls)
+    options = Options(parts.family, handle.layout, handle.backend, parts.text, not plan.bidirectional, handle._calls)
     for name, generator in parts.generators:
         prefix = f"{name}." if name else ""
         wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
@@ -323,8 +323,8 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
         stock = getattr(generator, MAKE_MASKS, create_masks_for_generate)
         log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, options))
     for module in parts.outer:
-        log.hook_before(module, EntryHook(options, module, parts.text))
-    log.hook_before(parts.text, EntryHook(options, parts.text, parts.text))
+        log.hook_before(module, EntryHook(options, module))
+    log.hook_before(parts.text, EntryHook(options, parts.text))
     log.hook_after(parts.text, exit_hook)
 
 

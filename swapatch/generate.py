@@ -82,7 +82,7 @@ class StepMaker:
         like = call["inputs_embeds"]
         if cache is None:
             return Left("masks asked for without a cache")
-        if isinstance(reason := why_stock(call, config), Left):
+        if isinstance(reason := why_stock(call, config, self.options.text), Left):
             return reason
         if isinstance(cache, CompactCache):
             enter(cache, config, like.shape[0])

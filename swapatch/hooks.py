@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from ._compat import CACHE_NAME, CACHE_NAMES, cache_in
 from ._errors import CacheStateError, explain
+from .attention import is_traced
 from .attention.windowed import is_replaced
 from .backends import ModelCall, choose
 from .cache import CompactCache, make_cache
@@ -47,6 +47,7 @@ class Options:
         family: of the model.
         layout: how the sliding buffers are laid out.
         backend: who computes the attention.
+        text: the text model.
         causal: whether no token ever sees a later one; else tokens of one image see each other both ways.
         calls: counts what happens.
     """
@@ -54,6 +55,7 @@ class Options:
     family: Family
     layout: str
     backend: str
+    text: Any
     causal: bool
     calls: Calls = field(default_factory=Calls)
 
@@ -72,13 +74,11 @@ class EntryHook:
     Args:
         options: of the patch.
         module: that the hook is for: the text model, or the one around it.
-        text: the text model.
     """
 
-    def __init__(self, options: Options, module: nn.Module, text: Any) -> None:
+    def __init__(self, options: Options, module: nn.Module) -> None:
         self.options = options
-        self.text = text
-        self.is_text = module is text
+        self.is_text = module is options.text
         self.types_name = None if self.is_text or options.causal else options.family.types_name
         self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]  # without self
 
@@ -89,12 +89,13 @@ class EntryHook:
             return None
         step = _sliding_mask(call)
         if isinstance(step, Step):  # begun outside, or by the hook of the model around this one
-            if step.stock_masks is not None and _wanted(call, text_config(module), "output_attentions"):
+            weights = self.is_text and _wanted(call, module.config, "output_attentions")
+            if weights and step.stock_masks is not None:
                 call["attention_mask"] = step.stock_masks()
                 self.options.calls.move(kind_of(step), "attention weights are wanted")
             return (), call
-        traced, cache = torch.compiler.is_compiling(), cache_in(call)
-        made = cache is None and self._makes_cache(module, call)
+        traced, cache = is_traced(given[0]), cache_in(call)
+        made = cache is None and self._makes_cache(module, call, given[0])
         if made:
             cache = make_cache(text_config(module), layout=self.options.layout)
             if cache is not None:
@@ -106,18 +107,20 @@ class EntryHook:
         if not isinstance(masks, Left):
             call["attention_mask"] = masks
             if traced and isinstance(masks[SLIDING], FixedRowStep):
-                self._place(module, call, masks[SLIDING], given[0].device)
+                self._place(module, call, masks[SLIDING])
         return (), call
 
-    def _makes_cache(self, module: Any, call: dict[str, Any]) -> bool:
+    def _makes_cache(self, module: Any, call: dict[str, Any], given: Tensor) -> bool:
         """Whether the forward would make a cache where none was passed, and this hook is the one to do it."""
         if module.training or not _uses_cache(module, call) or is_disabled():
             return False
-        # A vision model makes its masks before there is a cache, and takes sequences apart that positions show packed.
-        positions = call.get("position_ids")
-        if self.is_text or positions is None or call.get("attention_mask") is not None:
+        if self.is_text:
             return True
-        return not torch.compiler.is_compiling() and not bool((_segments(positions) != 0).any())
+        # A vision model makes its masks before there is a cache: by the width of the 2D mask, and for packed sequences.
+        padding, positions = call.get("attention_mask"), call.get("position_ids")
+        if isinstance(padding, Tensor):
+            return padding.ndim != 2 or padding.shape[1] == given.shape[1]
+        return positions is None or not (is_traced(positions) or _packed(_segments(positions)))
 
     def _begin(self, module: Any, call: dict[str, Any], given: Tensor, traced: bool) -> dict[str, Any] | Left:
         """What goes into the call in the place of its attention mask, by layer type."""
@@ -126,7 +129,7 @@ class EntryHook:
         if isinstance(cache, CompactCache):
             enter(cache, config, like.shape[0])
         positions = call.get("position_ids") if self._may_be_packed(module, call) else None
-        if isinstance(reason := why_stock(call, config) or self._dropout(), Left):
+        if isinstance(reason := why_stock(call, config, self.options.text), Left):
             masks: dict[str, Any] | Left = reason
         else:
             types = call.get(self.types_name or "")
@@ -149,25 +152,20 @@ class EntryHook:
 
     _begin_outside = torch.compiler.disable(_begin)  # type: ignore[no-untyped-call]
 
-    def _dropout(self) -> Left | None:
-        if self.text.training and any(layer.self_attn.attention_dropout for layer in self.text.layers):
-            return Left("attention dropout")
-        return None
-
     def _may_be_packed(self, module: Any, call: dict[str, Any]) -> bool:
         """Whether the masks that this module makes take packed sequences apart, if the positions show any."""
         if call.get("attention_mask") is not None or cache_in(call) is not None:
             return False
         return not self.is_text or not _uses_cache(module, call)
 
-    def _place(self, module: Any, call: dict[str, Any], step: Step, device: torch.device) -> None:
-        """Count positions as stock does, but before the graph, which would take the length for a constant.
+    def _place(self, module: Any, call: dict[str, Any], step: FixedRowStep) -> None:
+        """Give the position as a tensor, for stock would count it from a number, which would make a graph of its own.
 
-        Not where somebody who comes after this hook could still want to place them.
+        Not where somebody who comes after this hook could still want to place the tokens.
         """
         last = next(reversed(module._forward_pre_hooks.values())) is self
         if call.get("position_ids") is None and last and "forward" not in vars(module):
-            call["position_ids"] = torch.arange(*step.queries, device=device).unsqueeze(0)
+            call["position_ids"] = step.place
 
 
 class Request(NamedTuple):
@@ -203,16 +201,20 @@ def begin(options: Options, config: Any, asked: Request) -> dict[str, Any] | Lef
     place = _place_of(cache, config, tokens, fixed)
     if isinstance(place, Left):
         return place
+    if padding is not None and not (isinstance(padding, Tensor) and padding.ndim == 2):
+        return Left("a ready-made mask")
     seen, first_key = place
     segments = None
     if cache is None and padding is not None and padding.shape[1] != tokens:
         return Left("a mask for other tokens than those of the call, and no cache")
     if positions is not None:
         segments = _segments(positions).expand(batch, -1)
-        if types is not None and not fixed and bool((segments != 0).any()):
+        if types is not None and not fixed and _packed(segments):
             return Left("packed sequences with images")
     # The global mask first: it reads how long the cache is, and a failure must leave the cache alone.
     full = global_mask(options.family, config, cache, seen, like, padding, types, positions, ahead)
+    if torch.is_grad_enabled():  # what is kept for the way back must not be the caller's, who may write over it
+        padding, types = (None if given is None else given.clone() for given in (padding, types))
     queries = Span(seen, seen + tokens)
     backend = choose(options.backend, like.device)
     call = ModelCall(
@@ -241,12 +243,12 @@ def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, 
     """Tokens that the sliding layers of a cache have seen, and the position of the first row they will return."""
     if cache is None:
         return 0, 0
-    if not isinstance(cache, Cache):
-        return Left(f"{type(cache).__name__}, which is no Cache of transformers")
+    if not hasattr(cache, "get_mask_sizes"):
+        return Left(f"a {type(cache).__name__}, which does not say which rows it returns")
     if isinstance(cache, CompactCache):
         seen = cache.sliding[0].seen
         return seen, cache.sliding[0].get_mask_sizes(tokens)[1]
-    if tokens == 1 and cache.is_compileable:
+    if tokens == 1 and getattr(cache, "is_compileable", False):
         return Left(f"one token over a {type(cache).__name__}, whose steps have one shape as they are")
     layer = list(config.layer_types).index(SLIDING)
     seen = cache.get_query_offset(layer)
@@ -255,8 +257,8 @@ def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, 
     return int(seen) if isinstance(seen, Tensor) else seen, cache.get_mask_sizes(tokens, layer)[1]
 
 
-def why_stock(call: dict[str, Any], config: Any) -> Left | None:
-    """Why our attention does not stand in for stock's in a call, as far as its arguments say."""
+def why_stock(call: dict[str, Any], config: Any, text: Any) -> Left | None:
+    """Why our attention does not stand in for stock's in a call, as far as its arguments and the layers say."""
     if not isinstance(cache_in(call), CompactCache) and is_disabled():
         return Left("swapatch is switched off")
     if config._attn_implementation not in KNOWN_ATTENTION:
@@ -267,10 +269,18 @@ def why_stock(call: dict[str, Any], config: Any) -> Left | None:
         return Left("is_causal=False")
     if torch.compiler.is_compiling() and is_replaced():
         return Left("torch's attention was replaced, and the call is compiled")
-    padding = call.get("attention_mask")
-    if padding is not None and not (isinstance(padding, Tensor) and padding.ndim == 2):
-        return Left("a ready-made mask")
+    for attention in sliding_attentions(text):
+        if attention.training and attention.attention_dropout:
+            return Left("attention dropout")
+        if not attention.is_causal:
+            return Left("a layer with is_causal=False")
     return None
+
+
+def sliding_attentions(text: Any) -> list[Any]:
+    """The attention modules of the sliding layers of a text model."""
+    attentions = [getattr(layer, "self_attn", None) for layer in text.layers]
+    return [attention for attention in attentions if getattr(attention, "is_sliding", False)]
 
 
 def kind_of(step: Step) -> str:
@@ -357,6 +367,10 @@ def _uses_cache(module: Any, call: dict[str, Any]) -> bool:
 def _segments(positions: Tensor) -> Tensor:
     """The number of the packed sequence that each token belongs to: a new one begins where positions do not go on."""
     return (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+def _packed(segments: Tensor) -> bool:
+    return bool((segments != 0).any())
 
 
 def _dtype(module: Any, given: Tensor) -> torch.dtype:

@@ -90,9 +90,14 @@ def global_mask(
     call = {"inputs_embeds": like, "attention_mask": padding}
     if cache is None and types is None:
         return family.global_mask(config, position_ids=positions, **call)
-    last = seen + like.shape[1] - 1
-    own = [layer for layer in (() if cache is None else cache.layers) if getattr(layer, "is_sliding", None) is False]
-    full = own[0] if own else _Range(seen, Span(0, last + 1), is_sliding=False)
+    tokens = like.shape[1]
+    own = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "is_sliding", None) is False]
+    if own:
+        full = own[0]
+    else:  # no layers yet, or a cache that hides them: transformers asks for the first one then
+        size, first = (tokens, 0) if cache is None else cache.get_mask_sizes(tokens, 0)
+        full = _Range(seen, Span(first, first + size), is_sliding=False)
+    last = seen + tokens - 1
     ranges = Cache(layers=[full, _Range(seen, Span(last, last + 1), is_sliding=True)])
     return family.masks(config, types, ahead=ahead, **call, **{CACHE_NAME: ranges})[GLOBAL]
 

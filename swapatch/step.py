@@ -275,6 +275,7 @@ class FixedRowStep(RowStep):
     def __init__(self, family: Family, rule: Rule, queries: Span, layer: SlidingLayer, kernel: Attend) -> None:
         super().__init__(family, rule, queries, layer, kernel)
         self.index = torch.tensor([self.row]).to(layer.keys.device)
+        self.place = torch.tensor([[queries.start]]).to(layer.keys.device)  # its position, [1, 1]
         self.mask = self._whole_mask(layer)
 
     def _whole_mask(self, layer: SlidingLayer) -> Tensor:

@@ -6,6 +6,7 @@ import pkgutil
 from importlib import import_module
 
 import pytest
+import torch
 from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -30,7 +31,9 @@ def model() -> nn.Module:
 @pytest.mark.parametrize("name", ("swapatch", *MODULES))
 def test_examples(name: str, model: nn.Module) -> None:
     module = import_module(name)
-    failed = doctest.testmod(module, extraglobs={"model": model}, optionflags=doctest.NORMALIZE_WHITESPACE).failed
+    failed = doctest.testmod(
+        module, extraglobs={"model": model, "torch": torch}, optionflags=doctest.NORMALIZE_WHITESPACE
+    ).failed
     swapatch.unpatch(model)
     assert not failed
 

@@ -3,7 +3,7 @@ computed, beside stock.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +15,16 @@ from compare import (
     assert_same_gradients,
     assert_same_logits,
     cache_key,
+    cache_of,
     forced,
     gradient_error,
     parameter_gradients,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import DynamicCache, StaticCache
-from zoo import BY_NAME, SLIDING, Model, Species, named_ids, text_config, text_model, token_type_key, token_types
+from zoo import BY_NAME, SLIDING, VOCAB, Model, Species, named_ids, text_config, text_model, token_type_key, token_types
 
 import swapatch
 from swapatch.backends import BACKENDS
@@ -157,7 +159,26 @@ def wrapped_cache(model: Model) -> Any:
     return cache
 
 
-CACHES = (full_cache, window_cache, static_cache, wrapped_cache)
+class Around:
+    """No cache of transformers, but something around one that passes on what it is asked."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cache.update(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("get_seq_length", "get_mask_sizes", "get_query_offset"):
+            return getattr(self.cache, name)
+        raise AttributeError(name)
+
+
+def hidden_cache(model: Model) -> Any:
+    return Around(DynamicCache())
+
+
+CACHES = (full_cache, window_cache, static_cache, wrapped_cache, hidden_cache)
 
 
 @pytest.mark.parametrize("make", CACHES)
@@ -412,6 +433,98 @@ def test_a_replaced_attention_is_differentiated_itself(some: Species, monkeypatc
     assert gradient_error(want, before) > 0.01
     with swapatch.patch(model):
         assert_same_gradients(gradients(model, ids), want)
+
+
+@pytest.mark.parametrize("inference", (False, True), ids=("written over", "made in inference mode"))
+def test_a_mask_of_the_caller_s_is_not_kept(some: Species, inference: bool) -> None:
+    """He may use its memory for the next batch before he goes backward, or have made it anywhere."""
+    model = some.build(16).train()
+    ids, given = named_ids(model, 2, 60), holes(2, 60)
+    want = gradients(model, ids, given, attention_mask=given)
+    with torch.inference_mode(inference):
+        mask = given.clone()
+    with swapatch.patch(model):
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        if not inference:
+            mask.zero_()
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) * given[..., None]
+        assert_same_gradients(parameter_gradients(model, (logits * weights).sum()), want)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, as below
+def test_a_batch_of_gradients(some: Species) -> None:
+    model = some.build(16)
+    ids = named_ids(model, 1, 60)
+    weight = text_model(model).layers[0].self_attn.v_proj.weight
+
+    def batch() -> Gradients:
+        logits = model(ids, use_cache=False).logits[0, 50, :5]
+        (found,) = torch.autograd.grad(logits, weight, torch.eye(5), is_grads_batched=True)
+        return {"batch": found}
+
+    want = batch()
+    with swapatch.patch(model):
+        assert_same_gradients(batch(), want)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    model = BY_NAME["gemma3_text"].build(16).double()
+    ids = named_ids(model, 1, 60)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = scored(model, ids)
+        with swapatch.patch(model):
+            got = scored(model, ids)
+    assert_same_logits(got, want)
+
+
+@pytest.mark.parametrize("change", ("attention_dropout", "is_causal"))
+def test_layers_that_were_changed_run_in_stock_s_way(change: str) -> None:
+    """One module alone, with a prompt within the window, where stock makes no mask; in `generate` as well."""
+    model = BY_NAME["gemma3_text"].build(16)
+    attention = text_model(model).layers[0].self_attn
+    setattr(attention, change, {"attention_dropout": 0.8, "is_causal": False}[change])
+    attention.train()
+    ids = named_ids(model, 1, 12)
+    steps = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        return [scored(model, ids), model.generate(ids, **steps)]
+
+    want = run()
+    with swapatch.patch(model):
+        got = run()
+        model.generate(ids, **steps, cache_implementation="static", disable_compile=True)
+        calls = swapatch.status(model).calls
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert calls.windowed == {}
+    assert sum(calls.stock.values()) == 11
+
+
+@pytest.mark.parametrize("where", ("meta", "fake"))
+def test_tensors_that_hold_nothing(where: str, layout: str) -> None:
+    model = BY_NAME["gemma3_text"].build(16)
+    ids = named_ids(model, 2, 50)
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    if where == "meta":
+        model, ids, mode = model.to("meta"), ids.to("meta"), nullcontext()
+    with swapatch.patch(model, layout=layout), mode, torch.no_grad():
+        masks: list[dict[str, Any]] = [{}, {}]
+        if where == "fake":  # stock looks into a mask on the meta device
+            masks = [{"attention_mask": torch.ones(2, length, dtype=torch.long)} for length in (50, 51)]
+        output = model(ids, use_cache=True, **masks[0])
+        step = model(ids[:, :1], **masks[1], **{cache_key(model): cache_of(output)})
+    assert step.logits.shape == (2, 1, VOCAB)
+
+
+def test_a_vision_model_refuses_what_stock_refuses() -> None:
+    model = BY_NAME["gemma3_vision"].build(16)
+    ids = named_ids(model, 1, 50)
+    with torch.no_grad(), swapatch.patch(model):
+        for width in (30, 70):
+            with pytest.raises(RuntimeError, match="must match"):
+                model(ids, attention_mask=torch.ones(1, width), use_cache=True)
 
 
 # -- torch.func --

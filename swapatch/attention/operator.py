@@ -55,7 +55,7 @@ def window_attention(
     """
     query, key, value = _as_autocast(query, key, value)
     data = (rule.padding, rule.segments, rule.types)
-    if torch.compiler.is_compiling() or isinstance(query, FakeTensor) or query.is_meta:
+    if is_traced(query):
         settings = (rule.images, rule.window, queries.start, keys.start, scale, kernel, block)
         out: Tensor = _operator(query, key, value, *data, *settings)
         return out
@@ -65,45 +65,54 @@ def window_attention(
     return windowed.forward(KERNELS[kernel], query, key, value, rule, queries, keys, scale, block)
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether nobody can ask what a tensor holds: it stands for any of its shape."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:
     """Cast as torch casts the arguments of its own attention where autocast is on."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [tensor.to(dtype) for tensor in tensors]
+    return [tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]
 
 
 # -- the operator --
 
+_SETTINGS = (
+    "Tensor? padding, Tensor? segments, Tensor? types, str images, int window, "
+    "SymInt first_query, SymInt first_key, float scale, str kernel, int block"
+)
+"""Everything but query, key and value: the rule as tensors and numbers, the places, and how to compute."""
 
-@torch.library.custom_op("swapatch::window_attention", mutates_args=())
-def _operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    padding: Tensor | None,
-    segments: Tensor | None,
-    types: Tensor | None,
-    images: str,
-    window: int,
-    first_query: int,
-    first_key: int,
-    scale: float,
-    kernel: str,
-    block: int,
-) -> Tensor:
-    rule = rule_of(window, padding, segments, images, types)
-    queries, keys = _spans(query, key, first_query, first_key)
+
+@torch.library.custom_op(
+    "swapatch::window_attention",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> Tensor",
+)
+def _operator(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
+    rule, queries, keys, scale, kernel, block = _read(query, key, *settings)
     return windowed.forward(KERNELS[kernel], query, key, value, rule, queries, keys, scale, block)
 
 
-@torch.library.custom_op("swapatch::window_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "swapatch::window_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
 def _backward_operator(
-    grad: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    rule, queries, keys, scale, _, block = _read(query, key, *settings)
+    return windowed.backward(grad, query, key, value, rule, queries, keys, scale, block)
+
+
+def _read(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     padding: Tensor | None,
     segments: Tensor | None,
     types: Tensor | None,
@@ -111,17 +120,11 @@ def _backward_operator(
     window: int,
     first_query: int,
     first_key: int,
-    scale: float,
-    kernel: str,
-    block: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *rest: Any,
+) -> tuple[Any, ...]:
     rule = rule_of(window, padding, segments, images, types)
-    queries, keys = _spans(query, key, first_query, first_key)
-    return windowed.backward(grad, query, key, value, rule, queries, keys, scale, block)
-
-
-def _spans(query: Tensor, key: Tensor, first_query: int, first_key: int) -> tuple[Span, Span]:
-    return Span(first_query, first_query + query.shape[2]), Span(first_key, first_key + key.shape[2])
+    queries = Span(first_query, first_query + query.shape[2])
+    return rule, queries, Span(first_key, first_key + key.shape[2]), *rest
 
 
 @_operator.register_fake
@@ -172,7 +175,7 @@ class _Windowed(torch.autograd.Function):
 
 
 class _WindowedBackward(torch.autograd.Function):
-    """The gradient of the output before the arguments of :class:`_Windowed`. A second derivative there is not."""
+    """The gradient of the output before the arguments of :class:`_Windowed`."""
 
     @staticmethod
     def forward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,12 +183,20 @@ class _WindowedBackward(torch.autograd.Function):
         return windowed.backward(grad, query, key, value, rule, queries, keys, scale, block)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:7])
+        ctx.settings = inputs[7:]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("swapatch::window_attention can be differentiated once only")
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The second derivative, which hardly anybody wants: by torch, from the definition, block by block."""
+        rule, queries, keys, scale, _, block = _unwrapped(*ctx.saved_tensors[4:], *ctx.settings)
+        with torch.enable_grad():
+            grad, query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:4])
+            out = windowed.forward(reference.attend, query, key, value, rule, queries, keys, scale, block)
+            first = torch.autograd.grad(out, (query, key, value), grad, create_graph=True)
+            second = torch.autograd.grad(first, (grad, query, key, value), grads, allow_unused=True)
+        return *second, *_NO_GRADIENTS
 
     @staticmethod
     def vmap(info: Any, dims: Any, *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

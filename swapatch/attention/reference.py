@@ -1,4 +1,4 @@
-"""The definition of masked attention, in float32 and in as few words as possible. Slow; for tests and debugging."""
+"""The definition of masked attention, in float32 at least and in few words. Slow; for tests and debugging."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     tensor([1.])
     """
     groups = query.shape[1] // key.shape[1]
-    keys = key.float().repeat_interleave(groups, dim=1)
-    values = value.float().repeat_interleave(groups, dim=1)
-    scores = query.float() @ keys.transpose(2, 3) * scale
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys = key.to(wide).repeat_interleave(groups, dim=1)
+    values = value.to(wide).repeat_interleave(groups, dim=1)
+    scores = query.to(wide) @ keys.transpose(2, 3) * scale
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     if mask is not None:
-        scores = scores + mask.float()
-    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+        blind = (mask == -torch.inf).all(-1, keepdim=True)  # sees nothing: no weights, and no gradient that is none
+        weights = torch.softmax((scores + mask).masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    else:
+        weights = torch.softmax(scores, dim=-1)
     return (weights @ values).to(query.dtype)

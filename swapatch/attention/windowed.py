@@ -81,8 +81,9 @@ def backward(
     """
     (batch, heads, _, dim), kv_heads = query.shape, key.shape[1]
     compute = _backward_dtype(query)
-    by_query = torch.empty_like(query)
-    by_key, by_value = (torch.zeros(rows.shape, dtype=compute, device=rows.device) for rows in (key, value))
+    # From the gradient, which may be a batch of gradients that torch maps over behind our back.
+    by_query = grad.new_empty(query.shape)
+    by_key, by_value = (grad.new_zeros(rows.shape, dtype=compute) for rows in (key, value))
     for rows, seen, mask, _ in rule.rectangles(queries, keys, query, block):
         # [batch, heads, queries, head_dim] -> [batch, kv_heads, group * queries, head_dim]
         folded = (batch, kv_heads, heads // kv_heads * rows.size, dim)
