@@ -61,8 +61,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[swapatch.CompactCache]:
 # two modules that hold the promise of equal results, and nothing that is marked slow. With `--all`, which CI runs,
 # every species is run with the anchored layout, and compared with stock at the windows 8 and 65; the ring is run on one
 # species of each kind, and all windows on the dense text models. With `--everything` every species gets everything.
-CORE = ("gemma3_text", "gemma3_vision", "gemma4_ple_shared", "gemma4_unified")
-KINDS = (*CORE, "gemma4_text")
+CORE = ("gemma3_text", "gemma3_vision", "gemma4_ple_shared")
+KINDS = (*CORE, "gemma4_text", "gemma4_unified")
 DENSE = ("gemma3_text", "gemma4_text")
 PROMISE = ("test_parity.py", "test_windows.py")
 
@@ -95,8 +95,9 @@ def _is_repeat(item: pytest.Item) -> bool:
 
 def _is_core(item: pytest.Item) -> bool:
     params = _params(item)
-    if item.get_closest_marker("slow"):
+    species = str(params.get("species", params.get("model_kind", CORE[0])))
+    if item.get_closest_marker("slow") or (params.get("layout") == "ring" and species != CORE[0]):
         return False
-    if str(params.get("species", CORE[0])) in CORE:
-        return item.path.name not in PROMISE or params.get("window", 8) in (8, 65)
-    return item.path.name in PROMISE and params.get("window") == 8
+    if item.path.name in PROMISE:
+        return params.get("window", 8) == 8 or (species == CORE[0] and params["window"] == 65)
+    return species in CORE

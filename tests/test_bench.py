@@ -22,6 +22,8 @@ from bench.training import trained_model, training_ways
 OPTIONS = Options(QUICK, quick=True, rounds=1)
 IN_PROCESS = ("layer-prefill", "blocks", "layer-decode", "layer-training", "prefill", "scoring", "decode", "roofline")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[Row]]:

@@ -17,6 +17,7 @@ from zoo import BY_NAME, FIRST_SPECIAL, VOCAB, Species, text_model
 
 import swapatch
 from swapatch import _text
+from swapatch.backends import spyre
 from swapatch.cli import environment
 from swapatch.cli import main as cli
 from swapatch.cli.load import DTYPES
@@ -218,7 +219,7 @@ def test_env_looks_for_spyre_without_importing_it(
     assert found["fake_spyre"] == "installed, version unknown"
     assert "aten::relu(Tensor self) -> Tensor" in found["operator"]
     assert "relu(Tensor self) -> Tensor (not as swapatch calls it)" in run("env")[1]
-    monkeypatch.setattr(environment.spyre, "operator", lambda: torch.ops.aten.relu)
+    monkeypatch.setattr(spyre, "operator", lambda: torch.ops.aten.relu)
     assert "relu(Tensor self) -> Tensor (as swapatch calls it)" in run("env")[1]
     monkeypatch.setattr(environment, "OPERATOR", ("spyre", "no_such_operator"))
     assert json.loads(run("env", "--json")[1])["operator"] is None

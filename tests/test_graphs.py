@@ -38,6 +38,7 @@ SHORT = {
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 @pytest.fixture(params=(SHORT["gemma3"], pytest.param(SHORT["gemma4"], marks=pytest.mark.slow)), ids=str)

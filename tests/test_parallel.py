@@ -16,6 +16,7 @@ SCRIPT = Path("scripts", "tensor_parallel.py")
 LIMIT = 240  # seconds
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         not (distributed.is_available() and distributed.is_gloo_available()), reason="torch was built without gloo"
     ),

@@ -156,11 +156,11 @@ def test_calls_that_stock_code_ran_are_counted() -> None:
     model = BY_NAME["gemma3_text"].build(WINDOW)
     text = text_model(model)
 
-    def train(*_: Any) -> None:  # what is in training runs stock code; here from the second call on
-        text.training = not is_disabled()
+    def change(*_: Any) -> None:  # a layer that was changed runs stock code; here from the second call on
+        text.layers[0].self_attn.is_causal = is_disabled()  # which no single token notices
 
     with swapatch.patch(model):
-        hook = text.register_forward_hook(train)
+        hook = text.register_forward_hook(change)
         verdict = compare(model, named_ids(model, 1, PROMPT), max_new_tokens=4)
         hook.remove()
     assert verdict.same
@@ -335,9 +335,10 @@ def test_refused_while_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refused_when_stock_code_runs_on_both_sides() -> None:
     model = BY_NAME["gemma3_text"].build(WINDOW)
+    text_model(model).layers[0].self_attn.is_causal = False
     snap = snapshot(model)
     with pytest.raises(swapatch.SwapatchError, match="swapatch ran in 0 calls"):
-        compare(model, named_ids(model, 1, PROMPT), use_cache=False)
+        compare(model, named_ids(model, 1, PROMPT))
     assert_unchanged(model, snap)
 
 
@@ -362,7 +363,7 @@ def test_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
     """`scripts/debug.py` finds the fault it planted: first in layer 0, and gone with the reference."""
     debug.main([])
     shown = capsys.readouterr().out
-    assert "swapatch: window 16, anchored, auto" in shown  # print(model)
+    assert "swapatch: window 16, anchored, windowed/cpu" in shown  # print(model)
     tokens = {name: re.search(rf"{re.escape(name)} +(\[.*\])", shown) for name in ("patched", "disabled()", "DISABLE")}
     found = {name: match and match[1] for name, match in tokens.items()}
     assert found["patched"] != found["disabled()"] == found["DISABLE"]
