@@ -191,6 +191,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # of transformers' own
 @pytest.mark.parametrize("dynamic", (False, True), ids=("one length", "any length"))
 @pytest.mark.parametrize("strict", (False, True), ids=("traced", "strict"))
 def test_export(model: Model, strict: bool, dynamic: bool) -> None:

@@ -307,7 +307,7 @@ def test_gradients_into_embeddings(some: Species) -> None:
     ids = named_ids(model, 1, 80)
     extra: dict[str, Any] = {}
     if some.ple:
-        extra["per_layer_inputs"] = text_model(model).get_per_layer_inputs(ids)
+        extra["per_layer_inputs"] = text_model(model).get_per_layer_inputs(ids, None)
     found = []
     for patched in (False, True):
         embeds = model.get_input_embeddings()(ids).requires_grad_()
