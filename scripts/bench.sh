@@ -12,7 +12,7 @@ done
 prepare demo bench
 say "checkpoint"
 "$python" scripts/checkpoint.py
-say "measuring (all of it takes 20 to 30 minutes on two quiet cores; anything else that runs meanwhile spoils it)"
+say "measuring (stock's training steps alone take minutes; anything else that runs meanwhile spoils it)"
 "$python" scripts/bench "$@" --out "$results"
 say "drawing"
 "$python" scripts/plot.py --results "$results/bench.json" --assets "$pictures"
