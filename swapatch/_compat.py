@@ -25,6 +25,13 @@ def cache_in(kwargs: dict[str, Any]) -> Any:
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+"""Major and minor version of the installed transformers."""
+
+CROPS_TO_LENGTH = VERSION < (5, 20)
+"""Whether ``crop`` takes positive numbers as well, which are lengths: deprecated, and gone from 5.20 on."""
+
+
 def kv_shape(config: Any, layer: int) -> tuple[int, int]:
     """Key-value heads and head size of one layer of a text config.
 
@@ -74,8 +81,7 @@ def check_version(strict: bool) -> None:
     Raises:
         UnsupportedVersionError: with ``strict``, for an untested version.
     """
-    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if OLDEST <= found <= NEWEST:
+    if OLDEST <= VERSION <= NEWEST:
         return
     message = explain(
         f"transformers {transformers.__version__}",

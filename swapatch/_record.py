@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
-from ._undo import UndoLog
+from .api import status
 from .families import family_of
 from .plan import ModelPlan, text_config
-from .step import Step
 
 Side = Callable[[], AbstractContextManager[Any]]
 """Makes the model stock, or patched, for a block of code."""
@@ -58,28 +57,31 @@ class Recorder:
     compact: int = 0
 
     @contextmanager
-    def watch(self, text: nn.Module) -> Iterator[None]:
-        log = UndoLog()
-        log.hook_after(text, self._after_text)
-        layers: Any = text.layers
-        for index, layer in enumerate(layers):
-            log.hook_after(layer, partial(self._after_layer, index))
+    def watch(self, text: Any) -> Iterator[None]:
+        before = _windowed(text)
+        hooks = [text.register_forward_hook(self._after_text)]
+        hooks += [layer.register_forward_hook(partial(self._after_layer, i)) for i, layer in enumerate(text.layers)]
         try:
             yield
         finally:
-            log.undo()
+            self.compact = _windowed(text) - before
+            for hook in hooks:
+                hook.remove()
 
-    def _after_layer(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_layer(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         states = output if isinstance(output, Tensor) else output[0]
         if index == 0:  # the first layer sees all tokens of the call, the last ones may be spared some
             self.sizes.append(states.shape[1])
         if self.call == len(self.sizes) - 1:
             self.layers.append(states)
 
-    def _after_text(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _after_text(self, module: nn.Module, args: Any, output: Any) -> None:
         self.hidden.append(output[0])
-        masks = kwargs.get("attention_mask")
-        self.compact += isinstance(masks, dict) and any(isinstance(mask, Step) for mask in masks.values())
+
+
+def _windowed(text: nn.Module) -> int:
+    """How many calls swapatch computed so far, if the model is patched."""
+    return sum(status(text).calls.windowed.values())
 
 
 class Watch(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
-
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ._errors import PatchConflictError, explain
 
@@ -30,9 +26,7 @@ class _Slot:
 
     @property
     def place(self) -> str:
-        """The attribute that holds ours: accelerate gives a forward back its name when it takes a hook off it."""
-        if self.name in vars(self.owner):
-            return self.name
+        """The attribute that holds ours: a hook of accelerate gives a forward another name while it is there."""
         return next((name for name, value in vars(self.owner).items() if value is self.ours), self.name)
 
     def now(self) -> Any:
@@ -43,6 +37,8 @@ class _Slot:
         place = self.place
         if self.before is not Missing:
             setattr(self.owner, place, self.before)
+        elif place != self.name:  # under a hook that came since, which calls what it finds there
+            setattr(self.owner, place, getattr(type(self.owner), self.name).__get__(self.owner))
         elif place in vars(self.owner):
             delattr(self.owner, place)
 
@@ -65,7 +61,6 @@ class UndoLog:
     """What was changed, in order. Lives on the model it is about, so that a deep copy carries a log of its own."""
 
     slots: list[_Slot] = field(default_factory=list)
-    hooks: list[RemovableHandle] = field(default_factory=list)
 
     def set(self, label: str, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name`` and remember what the object itself had there (not what its class has)."""
@@ -73,14 +68,6 @@ class UndoLog:
         self.slots.append(_Slot(label, owner, name, before, value))  # first: an interrupt may come in between
         setattr(owner, name, value)
         logger.debug("replaced: %s", label)
-
-    def hook_before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Register a hook that runs before the module's forward and may change its arguments."""
-        self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def hook_after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Register a hook that runs after the module's forward."""
-        self.hooks.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def irregular(self) -> list[str]:
         """The attributes that somebody has changed since."""
@@ -102,10 +89,7 @@ class UndoLog:
                         "take that wrapper off first, then undo again",
                     )
                 )
-        while self.hooks:  # struck off once it is done, so that an undo that was interrupted can be called again
-            self.hooks[-1].remove()
-            self.hooks.pop()
-        while self.slots:
+        while self.slots:  # struck off once it is done, so that an undo that was interrupted can be called again
             self.slots[-1].restore()
             self.slots.pop()
 

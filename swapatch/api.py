@@ -17,9 +17,10 @@ from ._errors import AlreadyPatchedError, PatchConflictError, UnsupportedModelEr
 from ._undo import UndoLog
 from .backends import BACKENDS, NAMES, choose
 from .calls import CallCounts, Calls
+from .entry import ModelForward, Options
 from .families import Family, family_of, plan_model
+from .foreign import forward_slot, is_known
 from .generate import MAKE_MASKS, PREPARE_CACHE, CacheMaker, MethodWrapper, StepMaker
-from .hooks import EntryHook, Options, exit_hook
 from .layers import LAYOUTS, check_layout
 from .plan import ModelPlan
 from .step import forward
@@ -227,9 +228,9 @@ class _Parts:
     """The modules of a model that are touched, with their names."""
 
     family: Family
-    text: nn.Module
+    text: tuple[str, nn.Module]
     attentions: list[tuple[str, nn.Module]]
-    outer: list[nn.Module]
+    outer: list[tuple[str, nn.Module]]
     generators: list[tuple[str, nn.Module]]
 
 
@@ -284,15 +285,24 @@ def _locate(model: Any, plan: ModelPlan) -> _Parts:
     for name, attention in attentions:
         _check_attention(name, attention, family)
     generators = [(name, module) for name, module in named.items() if isinstance(module, GenerationMixin)]
-    outer = [module for module in named.values() if family.outer_model and isinstance(module, family.outer_model)]
-    return _Parts(family, named[texts[0]], attentions, outer, generators)
+    around = family.outer_model
+    outer = [(name, module) for name, module in named.items() if around and isinstance(module, around)]
+    return _Parts(family, (texts[0], named[texts[0]]), attentions, outer, generators)
 
 
 def _check_attention(name: str, attention: nn.Module, family: Family) -> None:
     stock = family.attention.forward
-    slot = _forward_slot(attention)
+    if type(attention).forward is not stock:
+        raise UnsupportedModelError(
+            explain(
+                f"{name} of class {type(attention).__name__}, with a forward of its own",
+                f"{family.attention.__name__}, or a class that leaves its forward alone",
+                "use the model as it is, unpatched",
+            )
+        )
+    slot = forward_slot(attention)
     found = vars(attention).get(slot, MethodType(type(attention).forward, attention))
-    if getattr(found, "__func__", found) is not stock:
+    if getattr(found, "__func__", found) is not stock or not is_known(stock):
         raise PatchConflictError(
             explain(
                 f"{name}.{slot} is {getattr(found, '__qualname__', found)!s}",
@@ -302,30 +312,25 @@ def _check_attention(name: str, attention: nn.Module, family: Family) -> None:
         )
 
 
-def _forward_slot(module: nn.Module) -> str:
-    """The attribute that holds the forward: under a hook of accelerate that is another one."""
-    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
-
-
 def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
     log = handle._log
-    log.set(_HANDLE, parts.text, _HANDLE, handle)  # taken off last: an undo that was interrupted finds it again
+    text = parts.text[1]
+    log.set(_HANDLE, text, _HANDLE, handle)  # taken off last: an undo that was interrupted finds it again
     for name, attention in parts.attentions:
-        slot = _forward_slot(attention)
+        slot = forward_slot(attention)
         log.set(f"{name}.{slot}", attention, slot, MethodType(forward, attention))
         shown = partial(_describe, attention, plan.window, handle.layout, handle.backend)
         log.set(f"{name}.extra_repr", attention, "extra_repr", shown)  # for print(model)
-    options = Options(parts.family, handle.layout, handle.backend, parts.text, not plan.bidirectional, handle._calls)
+    options = Options(parts.family, handle.layout, handle.backend, text, not plan.bidirectional, handle._calls)
     for name, generator in parts.generators:
         prefix = f"{name}." if name else ""
         wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
         log.set(f"{prefix}{PREPARE_CACHE}", generator, PREPARE_CACHE, wrapper)
         stock = getattr(generator, MAKE_MASKS, create_masks_for_generate)
         log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, options))
-    for module in parts.outer:
-        log.hook_before(module, EntryHook(options, module))
-    log.hook_before(parts.text, EntryHook(options, parts.text))
-    log.hook_after(parts.text, exit_hook)
+    for name, module in (*parts.outer, parts.text):
+        slot = forward_slot(module)
+        log.set(f"{name}.{slot}" if name else slot, module, slot, ModelForward(options, module))
 
 
 def _describe(attention: nn.Module, window: int, layout: str, backend: str) -> str:

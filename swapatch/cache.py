@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from ._compat import reset_layer
 from ._errors import CacheStateError, UnsupportedModelError, explain
 from .families import plan_model
-from .layers import LAYOUTS, SlidingLayer, check_crop, check_layout
+from .layers import LAYOUTS, SlidingLayer, check_layout, to_remove
 from .plan import ModelPlan, text_config
 
 
@@ -22,7 +22,8 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """A transformers ``Cache`` for a Gemma 3 or Gemma 4 model, with bounded buffers on its sliding layers.
 
     A patched model makes one by itself. By hand it is used like any other cache, and holds all state there is: two
-    conversations with a cache each can take turns on one model.
+    conversations with a cache each can take turns on one model. It is a ``DynamicCache`` to whoever asks, and with
+    ``max_cache_len`` a ``StaticCache``.
 
     Args:
         model_or_config: the model, patched or not, or its config.
@@ -40,7 +41,15 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
     torch.Size([1, 2, 163, 16])
     >>> cache.layers[0]
     AnchoredLayer(window=64, rows=128, seen=300)
+    >>> isinstance(cache, DynamicCache)
+    True
     """
+
+    def __new__(cls, *args: Any, max_cache_len: int | None = None, **kwargs: Any) -> CompactCache:
+        """One of the two kinds."""
+        if cls is CompactCache:
+            cls = DynamicCompactCache if max_cache_len is None else StaticCompactCache
+        return cast(CompactCache, super().__new__(cls))
 
     def __init__(self, model_or_config: Any, *, max_cache_len: int | None = None, layout: str = "anchored") -> None:
         check_layout(layout)
@@ -52,28 +61,33 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.fixed = max_cache_len is not None
         config = text_config(model_or_config)
         stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
-        super().__init__(layers=stock.layers)
+        Cache.__init__(self, layers=stock.layers)  # not what transformers' own two kinds make of a config
         self._owners = self.plan.owners
         for index in self._owners:
-            self.layers[index] = LAYOUTS[layout](self.plan.window, fixed=self.fixed)
-        # The tokens seen when a forward began, until it ends: one that was interrupted leaves it behind.
-        self.begun: int | None = None
+            self.layers[index] = LAYOUTS[layout](self.plan.window, max_cache_len)
+        # What the layers had seen when a forward began, until it ends: one that was interrupted leaves it behind.
+        self.begun: list[int] | None = None
 
     @property
     def sliding(self) -> list[SlidingLayer]:
         """The layers with a bounded buffer."""
         return [cast(SlidingLayer, self.layers[index]) for index in self._owners]
 
-    def lengths(self) -> list[int]:
-        """How many tokens the layers have seen, each number once; more than one only after an interrupted forward.
+    @property
+    def has_own_update(self) -> bool:
+        """Whether somebody has put something else in the place of ``update``, here or on a sliding layer."""
+        replaced = type(self).update is not _UPDATE or "update" in vars(self)
+        return replaced or any("update" in vars(layer) for layer in self.sliding)
 
-        The global layers are asked only if there was one: static ones count on the device, and asking means waiting.
+    def lengths(self) -> list[int]:
+        """How many tokens each layer has seen that stores any.
+
+        One that counts on the device is asked only after an interrupted forward, since that means waiting; else it is
+        taken to have seen what the first sliding layer has.
         """
-        seen = {layer.seen for layer in self.sliding}
-        if self.begun is not None:
-            own = [self.layers[layer.index] for layer in self.plan.layers if not layer.shared]
-            seen |= {self.begun, *(int(layer.get_seq_length()) for layer in own)}
-        return sorted(seen)
+        first = self.sliding[0].seen
+        own = (self.layers[layer.index].get_seq_length() for layer in self.plan.layers if not layer.shared)
+        return [first if isinstance(length, Tensor) and self.begun is None else int(length) for length in own]
 
     def reset(self) -> None:
         """Forget everything: as good as new."""
@@ -84,12 +98,13 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens on every layer, or raise and leave every layer as it is.
 
+        All of them, if it were fewer.
+
         Raises:
-            ValueError: for a positive number.
+            ValueError: for a positive number, unless the installed transformers takes it for a length.
             CacheStateError: when a sliding layer has evicted rows that would be visible again.
         """
-        check_crop(self.sliding, tokens_to_remove)
-        super().crop(tokens_to_remove)
+        super().crop(-to_remove(self.sliding, tokens_to_remove))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch; refused with static global layers, which have no such verb."""
@@ -109,10 +124,18 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Per layer keys, values and window, rows in time order, as iterating over a ``DynamicCache`` gives them."""
         for layer in self.layers:
-            if isinstance(layer, SlidingLayer) and layer.is_initialized:
-                yield *layer.past(), layer._sliding_window_tensor
-            else:
-                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+
+class DynamicCompactCache(CompactCache, DynamicCache):  # type: ignore[misc]  # transformers is untyped
+    """A compact cache that grows on its global layers."""
+
+
+class StaticCompactCache(CompactCache, StaticCache):  # type: ignore[misc]  # transformers is untyped
+    """A compact cache of fixed size."""
+
+
+_UPDATE = Cache.update
 
 
 def make_cache(config: Any, **options: Any) -> CompactCache | None:

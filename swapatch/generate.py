@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ._compat import CACHE_NAME, cache_in
 from .cache import CompactCache, make_cache
-from .hooks import Left, Options, Request, begin, by_name, enter, kind_of, why_stock
+from .entry import Left, Options, Request, begin, by_name, enter, kind_of, why_stock
 from .plan import SLIDING, text_config
 from .switch import is_disabled
 
@@ -72,7 +72,7 @@ class StepMaker:
         call = by_name(self.stock, args, kwargs)
         cache, config = cache_in(call), text_config(call["config"])
         masks = self._begin(call, cache, config)
-        if isinstance(masks, Left):  # the hook of the text model counts it
+        if isinstance(masks, Left):  # the text model counts it
             return self.stock(**call)
         masks[SLIDING].stock_masks = partial(self.stock, **call)
         self.options.calls.count("windowed", kind_of(masks[SLIDING]))
@@ -82,10 +82,10 @@ class StepMaker:
         like = call["inputs_embeds"]
         if cache is None:
             return Left("masks asked for without a cache")
-        if isinstance(reason := why_stock(call, config, self.options.text), Left):
+        if isinstance(reason := why_stock(call, config, self.options), Left):
             return reason
-        if isinstance(cache, CompactCache):
-            enter(cache, config, like.shape[0])
+        if isinstance(cache, CompactCache) and isinstance(uneven := enter(cache, config, like.shape[0]), Left):
+            return uneven
         types = None if self.options.causal else call.get(self.options.family.types_name or "")
         return begin(self.options, config, Request(cache, like, call.get("attention_mask"), types, ahead=True))
 

@@ -1,8 +1,8 @@
 """The sliding layers of a compact cache: keys and values in a bounded buffer, in one of two layouts.
 
 A layer keeps rows of zeros that tokens are written into, and forgets what no query can see any more. What it returns
-from ``update`` and says of itself is what transformers' own ``DynamicSlidingWindowLayer`` would: so code that knows
-nothing of swapatch, an unpatched model included, can use it.
+from ``update`` and shows of itself is what transformers' own sliding layer would, the dynamic or the static one: so
+code that knows nothing of swapatch, an unpatched model included, can use it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ._compat import CROPS_TO_LENGTH
 from ._errors import CacheStateError, explain
 from .geometry import Span, anchored_rows, ceil64, past, ring_pieces, ring_rows, roll_origin
 
@@ -44,24 +45,30 @@ MEMORY: dict[str, Memory] = {}
 class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
     """Keys and values of one sliding layer in a bounded buffer; subclasses say which row holds which position.
 
-    ``keys`` and ``values`` are ``[batch, kv_heads, rows, head_dim]``, zero where nothing was written. Positions from
-    ``origin`` to ``seen`` are held.
+    The buffers ``key_rows`` and ``value_rows`` are ``[batch, kv_heads, rows, head_dim]``, zero where nothing was
+    written. Positions from ``origin`` to ``seen`` are held. ``keys`` and ``values`` are what a reader is shown of them.
 
     Args:
         window: number of keys a query sees, itself included.
-        fixed: whether the buffer is always attended whole, so that all decode steps have one shape.
+        max_cache_len: tokens of a cache of fixed size, whose buffers are attended whole, so that all decode steps have
+            one shape; None for one that grows.
     """
 
     is_sliding = True
     is_croppable = True
-    keys: Any  # Tensor, or None before the first token
-    values: Any
+    key_rows: Any = None  # Tensor, or None before the first token
+    value_rows: Any = None
 
-    def __init__(self, window: int, fixed: bool = False) -> None:
+    def __init__(self, window: int, max_cache_len: int | None = None) -> None:
+        self._lent: list[Tensor | None] | None = None
         super().__init__()
         self.sliding_window = window
         self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
-        self.is_compileable = fixed
+        self.is_compileable = max_cache_len is not None
+        # Rows that a reader finds at least, zeros behind those that were seen: none unless the cache is of fixed size.
+        self.least = 0
+        if max_cache_len is not None:
+            self.least = self.max_cache_len = min(window, max_cache_len)
         self.step: Any = None  # the last step that wrote a row in place, until it is counted
         self.seen = 0
         self.origin = 0
@@ -119,13 +126,15 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     @property
     def rows(self) -> int:
         """Rows of the buffer, written or not; 0 before the first token."""
-        return 0 if self.keys is None else int(self.keys.shape[2])
+        return 0 if self.key_rows is None else int(self.key_rows.shape[2])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers for keys and values like these, ``[batch, kv_heads, any, head_dim]``."""
         self.device = key_states.device
         rows = self.base_rows(self.sliding_window)
-        self.keys, self.values = zeros_like_rows(key_states, rows), zeros_like_rows(value_states, rows)
+        self.key_rows, self.value_rows = zeros_like_rows(key_states, rows), zeros_like_rows(value_states, rows)
+        if self.least:
+            self.batch_size = self.max_batch_size = key_states.shape[0]
         self.is_initialized = True
 
     def make_room(self, tokens: int) -> None:
@@ -144,14 +153,14 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def leave_inference_mode(self) -> None:
         """Buffers that a verb or a copy made in inference mode cannot be written outside of it: clone them there."""
-        if self.keys is not None and self.keys.is_inference() and not torch.is_inference_mode_enabled():
-            self.keys, self.values = self.keys.clone(), self.values.clone()
+        if self.rows and self.key_rows.is_inference() and not torch.is_inference_mode_enabled():
+            self._change(torch.clone)
 
     def widen(self, key: Tensor, value: Tensor) -> None:
         """Take over a wider dtype of new rows, as joining old and new ones would."""
-        if key.dtype != self.keys.dtype or value.dtype != self.values.dtype:
-            self.keys = self.keys.to(torch.promote_types(self.keys.dtype, key.dtype))
-            self.values = self.values.to(torch.promote_types(self.values.dtype, value.dtype))
+        if key.dtype != self.key_rows.dtype or value.dtype != self.value_rows.dtype:
+            self.key_rows = self.key_rows.to(torch.promote_types(self.key_rows.dtype, key.dtype))
+            self.value_rows = self.value_rows.to(torch.promote_types(self.value_rows.dtype, value.dtype))
 
     @abstractmethod
     def _hold(self, origin: int, rows: int) -> None:
@@ -162,13 +171,19 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         kept = Span(max(origin, self.origin), max(origin, self.seen))
         free = Span(kept.stop, origin + rows)
         moved = []
-        for old, held in zip((self.keys, self.values), self.read(kept), strict=True):
+        for old, held in zip((self.key_rows, self.value_rows), self.read(kept), strict=True):
             new, is_zero = _fresh(old, rows)
             _write(new, self.place(kept, origin, rows), held)
             if not is_zero:
                 _write(new, self.place(free, origin, rows), 0.0)
             moved.append(new)
-        (self.keys, self.values), self.origin = moved, origin
+        (self.key_rows, self.value_rows), self.origin = moved, origin
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Put something else in the place of both buffers."""
+        self.settle()
+        if self.rows:
+            self.key_rows, self.value_rows = change(self.key_rows), change(self.value_rows)
 
     def read(self, positions: Span) -> tuple[Tensor, Tensor]:
         """Keys and values at these positions in time order, ``[batch, kv_heads, positions, head_dim]``.
@@ -176,15 +191,16 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         Views where the rows are one stretch.
         """
         keys, values = (
-            [buffer[:, :, slice(*part)] for part in self.pieces(positions)] for buffer in (self.keys, self.values)
+            [buffer[:, :, slice(*part)] for part in self.pieces(positions)]
+            for buffer in (self.key_rows, self.value_rows)
         )
         return _join(keys), _join(values)
 
     def _fill(self, positions: Span, key: Tensor | float, value: Tensor | float) -> None:
         """Write the rows of these positions."""
         rows = self.pieces(positions)
-        _write(self.keys, rows, key)
-        _write(self.values, rows, value)
+        _write(self.key_rows, rows, key)
+        _write(self.value_rows, rows, value)
 
     @property
     def visible_past(self) -> Span:
@@ -213,21 +229,99 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         if self.record_past:
             self.recorded += tokens
 
+    # -- what a reader finds --
+
+    @property
+    def keys(self) -> Any:
+        """Keys of the visible rows in time order, ``[batch, kv_heads, rows, head_dim]``; None before the first token.
+
+        As transformers' own layers hold them: the last ``W - 1`` and those that are recorded; in a cache of fixed size
+        the last ``W``, or all with zeros behind them. They are lent: what is written into them, or set in their place,
+        counts from the next use of the layer on; then they are a copy like any other.
+
+        Raises:
+            CacheStateError: on that next use, when what was set in their place are not as many rows.
+        """
+        return self._lend()[0]
+
+    @keys.setter
+    def keys(self, rows: Tensor | None) -> None:
+        self._lent = [rows, self._lend()[1]]
+
+    @property
+    def values(self) -> Any:
+        """Values of the same rows, likewise."""
+        return self._lend()[1]
+
+    @values.setter
+    def values(self, rows: Tensor | None) -> None:
+        self._lent = [self._lend()[0], rows]
+
+    @property
+    def cumulative_length(self) -> int:
+        """Tokens seen so far, under the name that transformers' own layers count them by."""
+        return self.seen
+
+    @cumulative_length.setter
+    def cumulative_length(self, tokens: int) -> None:
+        self.seen = int(tokens)
+
+    @property
+    def shown(self) -> Span:
+        """The positions that a reader finds."""
+        if self.least:
+            return Span(max(self.seen - self.least, self.origin, 0), self.seen)
+        return Span(past(self.seen - self.recorded, self.sliding_window).start, self.seen)
+
+    def _lend(self) -> list[Tensor | None]:
+        if self._lent is None:
+            if not self.rows:
+                return [None, None]
+            self._lent = [_padded(rows, self.least).clone() for rows in self.read(self.shown)]
+        return self._lent
+
+    def settle(self) -> None:
+        """Take back what was lent, with what was written into it."""
+        if self._lent is None:
+            return
+        (keys, values), self._lent = self._lent, None
+        if keys is None or values is None:
+            self.key_rows = self.value_rows = None
+            return
+        shown = self.shown
+        if {keys.shape[2], values.shape[2]} != {max(shown.size, self.least)}:
+            raise CacheStateError(
+                explain(
+                    f"{keys.shape[2]} rows of keys and {values.shape[2]} of values put into a {self}",
+                    f"{max(shown.size, self.least)} of each",
+                    "call crop(-n) to take tokens back, update(...) to add some",
+                )
+            )
+        for name, rows in (("key_rows", keys), ("value_rows", values)):
+            buffer = getattr(self, name)
+            if buffer is None or not _alike(buffer, rows):  # of another batch, dtype or device
+                setattr(self, name, zeros_like_rows(rows, max(self.rows, self.base_rows(self.sliding_window))))
+        self._fill(shown, keys[:, :, : shown.size], values[:, :, : shown.size])
+
     # -- what transformers asks of a layer --
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append and return what the new tokens may see, in time order: ``[batch, kv_heads, past + new, head_dim]``."""
+        """Append and return what the new tokens may see, in time order: ``[batch, kv_heads, past + new, head_dim]``.
+
+        In a cache of fixed size at least as many rows as a reader finds, with zeros behind them.
+        """
+        self.settle()
         keys, values = key_states, value_states
         if self.seen:
             past_keys, past_values = self.past()
             keys, values = torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2)
         self.write(key_states, value_states)
-        return keys, values
+        return _padded(keys, self.least), _padded(values, self.least)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys that ``update`` will return for this many queries, and the position of the first."""
         seen = self.visible_past
-        return seen.size + query_length, seen.start
+        return max(seen.size + query_length, self.least), seen.start
 
     def get_seq_length(self) -> int:
         """Tokens seen so far, whatever number of rows is left of them."""
@@ -248,49 +342,62 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def crop_error(self, tokens: int) -> str | None:
         """Why the last ``tokens`` tokens cannot be taken back, or None when they can."""
-        if tokens > self.seen:
-            return f"{self.seen} tokens seen, {tokens} to remove"
         if self.seen >= self.sliding_window and not self.record_past:
             return f"{self.seen} tokens seen, past the window of {self.sliding_window}, and the past is not recorded"
         left = self.seen - tokens
-        if past(left, self.sliding_window).start < self.origin:
+        if left and past(left, self.sliding_window).start < self.origin:
             return f"the keys before position {self.origin} are gone, and position {left} needs them"
         return None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``-tokens_to_remove`` tokens, and the rows that recording added.
+        """Take back the last ``-tokens_to_remove`` tokens, all if it were fewer, and the rows that recording added.
+
+        Args:
+            tokens_to_remove: 0 or below. Where the installed transformers takes a positive number, it is that of the
+                tokens to keep.
 
         Raises:
-            ValueError: for a positive number.
+            ValueError: for a positive number with any other transformers.
             CacheStateError: when rows that would be visible again are gone.
         """
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts in tensors
-        check_crop([self], tokens_to_remove)
+        tokens = to_remove([self], tokens_to_remove)
         if not self.is_initialized:
             return
-        left = self.seen + tokens_to_remove
+        self.settle()
+        left = self.seen - tokens
         self._fill(Span(max(left, self.origin), self.seen), 0.0, 0.0)
         self.seen, self.recorded = left, 0
+        if not left:
+            self.origin = 0
         rows = self.base_rows(self.sliding_window)
         if self.rows > rows:
             self._move(max(self.origin, past(left, self.sliding_window).start), rows)
 
     def reset(self) -> None:
         """Forget everything: as good as new, for any batch size."""
-        self.keys = self.values = None
+        self.key_rows = self.value_rows = self._lent = None
         self.is_initialized = False
         self.seen = self.origin = self.recorded = 0
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put these sequences of the batch in the place of all."""
+        self._change(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch."""
-        if self.is_initialized:
-            self.keys = self.keys.repeat_interleave(repeats, dim=0)
-            self.values = self.values.repeat_interleave(repeats, dim=0)
+        self._change(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences of the batch."""
-        if self.is_initialized:
-            self.keys, self.values = self.keys[indices, ...], self.values[indices, ...]
+        self._change(lambda rows: rows[indices, ...])
+
+    def offload(self) -> None:
+        """Move the buffers to the CPU."""
+        self._change(lambda rows: rows.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move the buffers back to where the model is."""
+        self._change(lambda rows: rows.to(self.device, non_blocking=True))
 
 
 class AnchoredLayer(SlidingLayer):
@@ -352,21 +459,28 @@ def check_layout(layout: str) -> None:
         raise ValueError(explain(f"layout={layout!r}", " or ".join(map(repr, LAYOUTS)), "pass one of these"))
 
 
-def check_crop(layers: list[SlidingLayer], tokens_to_remove: int) -> None:
-    """Raise unless every layer can take these tokens back."""
-    if tokens_to_remove > 0:
-        raise ValueError(
-            explain(f"crop({tokens_to_remove})", "0 or a negative number", "call crop(-n) to take n tokens back")
-        )
+def to_remove(layers: list[SlidingLayer], tokens_to_remove: int) -> int:
+    """How many tokens ``crop(tokens_to_remove)`` takes back from these layers, all of which can do it.
+
+    Raises:
+        ValueError: for a positive number, where the installed transformers takes none.
+        CacheStateError: when rows that would be visible again are gone.
+    """
+    seen = max((layer.seen for layer in layers), default=0)
+    asked = int(tokens_to_remove)  # assisted decoding counts in tensors
+    if asked > 0 and not CROPS_TO_LENGTH:
+        raise ValueError(explain(f"crop({asked})", "0 or a negative number", "call crop(-n) to take n tokens back"))
+    tokens = max(seen - asked, 0) if asked > 0 else min(-asked, seen)
     for layer in layers:
-        if layer.is_initialized and (reason := layer.crop_error(-tokens_to_remove)):
+        if layer.is_initialized and (reason := layer.crop_error(min(tokens, layer.seen))):
             raise CacheStateError(
                 explain(
-                    f"crop({tokens_to_remove}): {reason}",
+                    f"crop({asked}): {reason}",
                     "taking back tokens within the window, or those recorded since the last crop",
                     "call activate_past_recording() before the tokens that may be taken back",
                 )
             )
+    return tokens
 
 
 def _write(buffer: Tensor, rows: list[Span], new: Tensor | float) -> None:
@@ -375,6 +489,19 @@ def _write(buffer: Tensor, rows: list[Span], new: Tensor | float) -> None:
     for part in rows:
         buffer[:, :, slice(*part)] = new[:, :, done : done + part.size] if isinstance(new, Tensor) else new
         done += part.size
+
+
+def _padded(rows: Tensor, least: int) -> Tensor:
+    """The rows, and zeros behind them if they were fewer."""
+    lacking = least - rows.shape[2]
+    return torch.nn.functional.pad(rows, (0, 0, 0, lacking)) if lacking > 0 else rows
+
+
+def _alike(buffer: Tensor, rows: Tensor) -> bool:
+    """Whether these rows can be written into a buffer."""
+    batch, heads, _, dim = buffer.shape
+    fits = (rows.shape[0], rows.shape[1], rows.shape[3]) == (batch, heads, dim)
+    return fits and (buffer.dtype, buffer.device) == (rows.dtype, rows.device)
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from ._compat import kv_shape
 from ._errors import explain
 from ._text import aligned, human_bytes, ranges
 from .families import plan_model
-from .layers import LAYOUTS
+from .layers import LAYOUTS, SlidingLayer
 from .plan import text_config
 
 
@@ -169,7 +169,9 @@ def _measure(cache: Any) -> Report:
     seen: set[int] = set()
     layers = []
     for index, layer in enumerate(cache.layers):
-        buffers = [b for b in (layer.keys, layer.values) if isinstance(b, Tensor) and b.ndim == 4]
+        bounded = isinstance(layer, SlidingLayer)
+        held = (layer.key_rows, layer.value_rows) if bounded else (layer.keys, layer.values)
+        buffers = [buffer for buffer in held if isinstance(buffer, Tensor) and buffer.ndim == 4]
         rows = buffers[0].shape[2] if buffers else 0
         layers.append(LayerReport(index, _kind(layer), rows, sum(_bytes(b, seen) for b in buffers)))
     return Report(tuple(layers))

@@ -241,9 +241,9 @@ class RowStep(AttendingStep):
             buffer, row = call.cache.layers[call.layer.layer_idx], self.row
             buffer.step = self
             buffer.widen(key, value)
-            buffer.keys[:, :, row : row + 1] = key
-            buffer.values[:, :, row : row + 1] = value
-            keys, values = rows_of(buffer.keys, self.rows), rows_of(buffer.values, self.rows)
+            buffer.key_rows[:, :, row : row + 1] = key
+            buffer.value_rows[:, :, row : row + 1] = value
+            keys, values = rows_of(buffer.key_rows, self.rows), rows_of(buffer.value_rows, self.rows)
         out = self.kernel(query, keys, values, self._mask(query), False, call.layer.scaling)
         return out.transpose(1, 2), keys, values
 
@@ -274,13 +274,13 @@ class FixedRowStep(RowStep):
 
     def __init__(self, family: Family, rule: Rule, queries: Span, layer: SlidingLayer, kernel: Attend) -> None:
         super().__init__(family, rule, queries, layer, kernel)
-        self.index = torch.tensor([self.row]).to(layer.keys.device)
-        self.place = torch.tensor([[queries.start]]).to(layer.keys.device)  # its position, [1, 1]
+        self.index = torch.tensor([self.row]).to(layer.key_rows.device)
+        self.place = torch.tensor([[queries.start]]).to(layer.key_rows.device)  # its position, [1, 1]
         self.mask = self._whole_mask(layer)
 
     def _whole_mask(self, layer: SlidingLayer) -> Tensor:
         """Which rows the token sees, ``[batch or 1, 1, 1, rows]``, for all layers alike."""
-        return self.rule.row_mask(self.queries.start, layer.row_positions(self.queries.stop), layer.keys)
+        return self.rule.row_mask(self.queries.start, layer.row_positions(self.queries.stop), layer.key_rows)
 
     def attend(
         self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None
@@ -291,6 +291,6 @@ class FixedRowStep(RowStep):
             buffer = call.cache.layers[call.layer.layer_idx]
             buffer.step = self
             index = self.index.to(key.device)
-            keys, values = buffer.keys.index_copy_(2, index, key), buffer.values.index_copy_(2, index, value)
+            keys, values = buffer.key_rows.index_copy_(2, index, key), buffer.value_rows.index_copy_(2, index, value)
         mask = self.mask.to(device=query.device, dtype=query.dtype)
         return self.kernel(query, keys, values, mask, False, call.layer.scaling).transpose(1, 2), keys, values

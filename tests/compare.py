@@ -1,15 +1,17 @@
 """Comparison helpers: what "the same result as stock" and "exactly undone" mean, in one place.
 
-Nothing here imports swapatch: a helper runs alike on a stock model and on a patched one.
+No helper needs swapatch: each runs alike on a stock model and on a patched one.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -198,9 +200,24 @@ def greedy(model: Model, ids: Tensor, n: int, **options: Any) -> Generated:
     return Generated(output.sequences, torch.stack(output.logits, dim=1), cache_of(output))
 
 
+@contextmanager
+def unseen(module: nn.Module, look: Callable[..., None]) -> Iterator[None]:
+    """Hook a sliding layer to look at its arguments by name, without the calls being left to stock for it."""
+    hook = module.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with mock.patch("swapatch.foreign.is_known", return_value=True):
+            yield
+    finally:
+        hook.remove()
+
+
 def layer_tensors(layer: Any) -> list[Tensor]:
-    """The key and value buffers of a cache layer: none before its first update, nor in one that shares another's."""
-    tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    """The key and value buffers of a cache layer: none before its first update, nor in one that shares another's.
+
+    Those of a bounded layer, whose `keys` are what it shows of them.
+    """
+    names = ("key_rows", "value_rows") if hasattr(layer, "key_rows") else ("keys", "values")
+    tensors = [getattr(layer, name, None) for name in names]
     return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 

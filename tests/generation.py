@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from compare import TOL, cache_of, layer_tensors, sliding_rows
+from compare import TOL, cache_of, layer_tensors, sliding_rows, unseen
 from torch import Tensor, nn
 from zoo import BY_NAME, OLD, SPECIES, Model, Species, named_ids, text_config, text_model
 
@@ -54,11 +54,8 @@ def watched(model: Model) -> Iterator[list[bool]]:
         seen.append(isinstance(kwargs["attention_mask"], Step))
 
     attention = next(layer.self_attn for layer in text_model(model).layers if layer.self_attn.is_sliding)
-    hook = attention.register_forward_pre_hook(look, with_kwargs=True)
-    try:
+    with unseen(attention, look):
         yield seen
-    finally:
-        hook.remove()
 
 
 def run(model: Model, layout: str | None, call: Callable[[Model], Any]) -> Run:

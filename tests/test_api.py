@@ -147,6 +147,7 @@ def test_logging(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_untested_version(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(_compat, "VERSION", (5, 99))
     snap = snapshot(model)
     with pytest.raises(swapatch.UnsupportedVersionError, match=r"5\.99\.0"):
         swapatch.patch(model, strict=True)

@@ -125,7 +125,7 @@ def test_offloaded(model_kind: Species, offload: Offload, tmp_path: Path) -> Non
 
 
 def test_offloaded_once_it_is_patched(model_kind: Species, tmp_path: Path) -> None:
-    """Undo waits until accelerate's hooks are gone."""
+    """Undo finds what accelerate's hooks have moved, and leaves them in place."""
     model = model_kind.build(WINDOW)
     ids = named_ids(model, 1, TOKENS)
     want = forced(model, ids, prompt=PROMPT).logits
@@ -134,10 +134,9 @@ def test_offloaded_once_it_is_patched(model_kind: Species, tmp_path: Path) -> No
     got = forced(model, ids, prompt=PROMPT)
     assert isinstance(got.cache, swapatch.CompactCache)
     assert_same_logits(got.logits, want)
-    with pytest.raises(swapatch.PatchConflictError, match="accelerate"):
-        handle.undo()
-    remove_hook_from_submodules(model)
     handle.undo()
+    assert_same_logits(forced(model, ids, prompt=PROMPT).logits, want)
+    remove_hook_from_submodules(model)
     assert_stock(model)
     assert_same_logits(forced(model, ids, prompt=PROMPT).logits, want)
 
@@ -196,7 +195,7 @@ def test_layers_on_two_devices(
         cache = swapatch.CompactCache(model, max_cache_len=TOKENS if fixed else None, layout=layout)
         got = forced(model, ids, prompt=PROMPT, cache=cache, **given)
     assert_same_logits(got.logits, want, given["attention_mask"])
-    assert {layer.keys.device.type for layer in cache.sliding} == {"cpu", "spyre"}
+    assert {layer.key_rows.device.type for layer in cache.sliding} == {"cpu", "spyre"}
     for layer, there in zip(cache.layers, devices, strict=False):
         assert {tensor.device.type for tensor in layer_tensors(layer)} <= {there.type}
     assert_unchanged(model, snap)
@@ -242,7 +241,7 @@ def test_spyre_layers_on_two_devices(card_first: bool, monkeypatch: pytest.Monke
     spread(model, card_first)
     with swapatch.patch(model, backend="spyre"):
         got = forced(model, ids, prompt=20, chunks=[PROMPT - 20])
-    assert {layer.keys.device.type for layer in got.cache.sliding} == {"cpu", "spyre"}
+    assert {layer.key_rows.device.type for layer in got.cache.sliding} == {"cpu", "spyre"}
     assert cosine_similarity(got.logits.float(), want.float(), dim=-1).min() > 0.99
 
 
@@ -261,4 +260,4 @@ def test_buffers_follow_the_keys(model_kind: Species, layout: str) -> None:
         layer.crop(-60)
         layer.batch_repeat_interleave(2)
         layer.batch_select_indices(torch.tensor([0, 3], device=there))
-        assert layer.keys.device == layer.values.device == there
+        assert layer.key_rows.device == layer.value_rows.device == there

@@ -57,7 +57,7 @@ def test_rows_are_the_last_positions_once_each(window: int, layout: str) -> None
         assert torch.equal(layer.past()[0].flatten(), torch.arange(max(0, written - window + 1), written) + 1.0)
         assert layer.rows == LAYOUTS[layout].base_rows(window)
         unwritten = ~torch.isin(layer.row_positions(written), torch.arange(written))
-        assert not layer.keys[:, :, unwritten].any()
+        assert not layer.key_rows[:, :, unwritten].any()
         assert layer.get_seq_length() == written
 
 
@@ -159,6 +159,7 @@ def test_half_written_cache_is_refused(model_kind: Species) -> None:
     ids = named_ids(model, 1, 21)
     with swapatch.patch(model):
         cache = forced(model, ids[:, :20], prompt=20).cache
+        cache.begun = cache.lengths()
         cache.sliding[0].seen += 1
         with pytest.raises(swapatch.CacheStateError, match="half written"):
             forced(model, ids[:, 20:], prompt=1, cache=cache)

@@ -27,6 +27,7 @@ def checkpoint(pytestconfig: pytest.Config) -> tuple[Any, torch.Tensor]:
     return model, ids[:, :1500]
 
 
+@pytest.mark.slow
 def test_hundred_greedy_tokens(checkpoint: tuple[Any, torch.Tensor]) -> None:
     model, ids = checkpoint
     want = greedy(model, ids, 100)

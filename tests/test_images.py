@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_logits, assert_sensitive, cache_key, forced, greedy
+from compare import assert_same_logits, assert_sensitive, cache_key, forced, greedy, unseen
 from torch import Tensor, nn
 from zoo import SPECIES, Species, named_ids, text_model, token_type_key, token_types
 
@@ -41,10 +41,8 @@ def sliding_mask(model: nn.Module, call: dict[str, Any]) -> Any:
     def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caught.append(kwargs["attention_mask"])
 
-    hook = layer.self_attn.register_forward_pre_hook(catch, with_kwargs=True)
-    with torch.no_grad():
+    with torch.no_grad(), unseen(layer.self_attn, catch):
         model(**call)
-    hook.remove()
     return caught[0]
 
 

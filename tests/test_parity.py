@@ -153,6 +153,6 @@ def assert_finite_rows(cache: swapatch.CompactCache) -> None:
     """Every row is finite, and those not written are zero."""
     for layer in cache.sliding:
         unwritten = ~torch.isin(layer.row_positions(layer.seen), torch.arange(layer.seen))
-        for buffer in (layer.keys, layer.values):
+        for buffer in (layer.key_rows, layer.value_rows):
             assert buffer.isfinite().all()
             assert not buffer[:, :, unwritten].any()

@@ -91,6 +91,7 @@ class Layers(RuleBasedStateMachine):
     @precondition(lambda self: self.recorded is None and self.seen >= self.window)
     @rule(tokens=st.integers(0, 300))
     def refused_crop(self, tokens: int) -> None:
+        self.ours.settle()
         before = copy.deepcopy(vars(self.ours))
         try:
             self.ours.crop(-tokens)
@@ -136,16 +137,39 @@ class Layers(RuleBasedStateMachine):
     def go_on_with_a_copy(self) -> None:
         old = self.ours
         self.ours = copy.deepcopy(old)
-        if old.keys is not None:
-            old.keys.fill_(torch.nan)  # whoever still looks at the original will be seen
+        if old.rows:
+            old.key_rows.fill_(torch.nan)  # whoever still looks at the original will be seen
+
+    @precondition(lambda self: self.seen > 0)
+    @rule(data=st.data())
+    def edit(self, data: st.DataObject) -> None:
+        """Somebody reads the rows, and writes into what he was shown."""
+        row = data.draw(st.integers(-self.stock.keys.shape[2], -1))
+        for layer in (self.ours, self.stock):
+            layer.keys[:, :, row] += 1.0
+            layer.values[:, :, row] *= -0.5
+        assert torch.equal(self.ours.keys, self.stock.keys)
+        assert torch.equal(self.ours.values, self.stock.values)
+
+    @precondition(lambda self: self.seen > 0)
+    @rule()
+    def set_other_rows(self) -> None:
+        """As who merges caches does: of more sequences than before."""
+        for layer in (self.ours, self.stock):
+            layer.keys = torch.cat([layer.keys[:1], layer.keys[:1] * 2])
+            layer.values = torch.cat([layer.values[:1], layer.values[:1] * 2])
+        self.batch = 2
 
     @invariant()
     def bounded_and_finite(self) -> None:
-        if not hasattr(self, "ours") or self.ours.keys is None:
+        if not hasattr(self, "ours") or not self.ours.rows:
             return
+        if self.seen:
+            assert torch.equal(self.ours.keys, self.stock.keys)
+            assert torch.equal(self.ours.values, self.stock.values)
         assert self.ours.get_seq_length() == self.seen
         assert self.ours.rows <= self.ours.base_rows(self.window) + ceil64(self.recorded or 0)
-        for buffer in (self.ours.keys, self.ours.values):
+        for buffer in (self.ours.key_rows, self.ours.value_rows):
             assert buffer.isfinite().all()
             assert buffer.untyped_storage().nbytes() == buffer.numel() * buffer.element_size()
 

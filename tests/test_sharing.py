@@ -1,15 +1,19 @@
 """Gemma 4 layers that share keys and values: no rows of their own, no copies, and everything as stock."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from compare import assert_same_gradients, assert_same_logits, forced, greedy, parameter_gradients
-from torch import nn
+from torch import Tensor, nn
 from zoo import SPECIES, Species, named_ids, text_config, text_model
 
 import swapatch
 from swapatch._compat import CACHE_NAME
+from swapatch.step import AttendingStep, LayerCall
 
 SHARED = [species for species in SPECIES if species.shared_kv]
 
@@ -36,6 +40,19 @@ def watch(module: nn.Module, found: list[dict[str, Any]]) -> Any:
     return module.register_forward_pre_hook(catch, with_kwargs=True)
 
 
+@contextmanager
+def watch_steps(module: nn.Module, found: list[dict[str, Any]]) -> Iterator[None]:
+    run = AttendingStep.run
+
+    def catch(self: AttendingStep, call: LayerCall) -> Tensor:
+        if call.layer is module:
+            found.append({"keys": call.borrowed[0], "values": call.borrowed[1]})
+        return run(self, call)
+
+    with mock.patch.object(AttendingStep, "run", catch):
+        yield
+
+
 def test_shared_layers_have_no_rows(species: Species) -> None:
     model = species.build(16)
     with swapatch.patch(model) as handle:
@@ -59,11 +76,10 @@ def test_consumers_attend_the_producer_s_buffer(species: Species) -> None:
     ours: list[dict[str, Any]] = []
     with swapatch.patch(model) as handle:
         source = handle.plan.layers[consumer(model).layer_idx].source
-        hook = watch(consumer(model), ours)
-        cache = forced(model, ids[:, :199], prompt=50).cache
-        buffer = cache.layers[source].keys.untyped_storage().data_ptr()
-        forced(model, ids[:, 199:], prompt=1, cache=cache)
-        hook.remove()
+        with watch_steps(consumer(model), ours):  # a hook would be shown what stock shows
+            cache = forced(model, ids[:, :199], prompt=50).cache
+            buffer = cache.layers[source].key_rows.untyped_storage().data_ptr()
+            forced(model, ids[:, 199:], prompt=1, cache=cache)
     assert ours[-1]["keys"].untyped_storage().data_ptr() == buffer
     assert ours[0]["keys"].shape[2] == 50  # in the prefill the whole prompt
     # The rows of past steps have been overwritten in our buffer by now; those of the last step must agree.

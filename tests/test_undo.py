@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_failure_in_the_middle_is_rolled_back(species: Species, monkeypatch: pyt
     def fail(*args: object, **kwargs: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(nn.Module, "register_forward_hook", fail)
+    monkeypatch.setattr(swapatch.api, "ModelForward", fail)  # the last that is made
     with pytest.raises(MemoryError):
         swapatch.patch(model)
     monkeypatch.undo()
@@ -78,22 +79,50 @@ def test_attribute_deleted_meanwhile(species: Species) -> None:
 
 
 def test_somebody_on_top_is_named(species: Species) -> None:
-    """Undo refuses over a hook that came later, changes nothing, and works once the hook is gone."""
+    """Undo refuses over a wrapper that came later, changes nothing, and works once the wrapper is gone."""
     model = species.build(16)
     snap = snapshot(model)
     handle = swapatch.patch(model)
     patched = snapshot(model)
     attention = text_model(model).layers[handle.plan.sliding[0]].self_attn
-    add_hook_to_module(attention, ModelHook())
-    hooked = snapshot(model)
-    with pytest.raises(swapatch.PatchConflictError, match=r"self_attn\.forward is .*accelerate"):
+    ours = attention.forward
+    attention.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    wrapped = snapshot(model)
+    with pytest.raises(swapatch.PatchConflictError, match=r"self_attn\.forward is .*lambda"):
         handle.undo()
-    assert_unchanged(model, hooked)
+    assert_unchanged(model, wrapped)
     assert handle.active
-    remove_hook_from_module(attention)
+    attention.forward = ours
     assert_unchanged(model, patched)
     handle.undo()
     assert_unchanged(model, snap)
+
+
+def test_undo_under_a_hook_that_came_later(species: Species) -> None:
+    """A hook of accelerate moves the forward to another name: it is taken from there, and the hook goes on."""
+
+    class Count(ModelHook):  # type: ignore[misc]  # accelerate is untyped
+        calls = 0
+
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            Count.calls += 1
+            return args, kwargs
+
+    model = species.build(16)
+    ids = named_ids(model, 1, 30)
+    want = forced(model, ids, prompt=30).logits
+    handle = swapatch.patch(model)
+    layer = text_model(model).layers[handle.plan.sliding[0]]
+    hooked = [layer.self_attn, text_model(model)]
+    for module in hooked:
+        add_hook_to_module(module, Count())
+    handle.undo()
+    assert torch.equal(forced(model, ids, prompt=30).logits, want)
+    assert Count.calls == 2
+    for module in hooked:
+        remove_hook_from_module(module)
+        assert module.forward.__func__ is type(module).forward
+    assert torch.equal(forced(model, ids, prompt=30).logits, want)
 
 
 def test_hook_that_came_first_keeps_running(species: Species) -> None:
@@ -149,6 +178,7 @@ def test_a_deep_copy_is_patched_by_itself(species: Species) -> None:
     assert handle.active
 
 
+@pytest.mark.slow
 def test_import_changes_nothing_in_transformers() -> None:
     code = """
 import sys, torch

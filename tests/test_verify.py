@@ -1,10 +1,12 @@
 """A patched model against itself unpatched: nothing is found where there is nothing, and planted faults are."""
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import debug
 import pytest
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from zoo import BY_NAME, SPECIES, Model, Species, named_ids, text_config, text_model
 
 import swapatch
-from swapatch._compat import CACHE_NAME
+from swapatch.rules import Rule
+from swapatch.step import LayerCall, WindowStep
 from swapatch.switch import is_disabled
 from swapatch.verify import Place, Verdict, compare
 
@@ -73,23 +76,16 @@ def from_position(first: int, amount: float = 0.3) -> Callable[[Tensor, int], Te
 @contextmanager
 def wrong_window(model: Model, layer: int, window: int) -> Iterator[None]:
     """One layer of a patched model attends another window, in the prompt."""
-    attn = attention(model, layer)
-    ours = attn.forward
+    attn, right = attention(model, layer), WindowStep.attend
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if is_disabled():
-            return ours(*args, **kwargs)
-        tokens = torch.arange(kwargs["position_embeddings"][0].shape[1])
-        distance = tokens[:, None] - tokens
-        seen = (distance >= 0) & (distance < window)
-        wrong = {"attention_mask": torch.where(seen, 0.0, -torch.inf)[None, None]}
-        return type(attn).forward(attn, *args, **kwargs | wrong | {CACHE_NAME: None})
+    def attend(self: WindowStep, call: LayerCall, *rows: Any) -> Any:
+        if call.layer is attn:
+            self = copy.copy(self)
+            self.rule = Rule(window)
+        return right(self, call, *rows)
 
-    attn.forward = forward
-    try:
+    with mock.patch.object(WindowStep, "attend", attend):
         yield
-    finally:
-        attn.forward = ours
 
 
 # -- nothing to find --

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..geometry import Span
 from ..rules import Rectangle, Rule
@@ -16,14 +18,25 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], Tensor]
 
 
 def is_replaced() -> bool:
-    """Whether somebody has put a function of his own in the place of torch's attention, whose derivative it then is."""
-    return functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
+    """Whether somebody has put a function of his own in the place of torch's attention, whose derivative it then is.
+
+    For good, or by a mode that all functions of torch go through.
+    """
+    if functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
+        return True
+    modes = range(torch._C._len_torch_function_stack())
+    return any(not type(torch._C._get_function_stack_at(mode)).__module__.startswith("torch.") for mode in modes)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """One rectangle by one call of torch's fused kernel; as :func:`swapatch.attention.reference.attend`."""
     batch, heads, queries, dim = query.shape
     groups = heads // key.shape[1]
+    if is_replaced():  # the call that transformers would make, of which only the size is another
+        layer = SimpleNamespace(num_key_value_groups=groups, is_causal=causal)
+        seen = None if mask is None else mask == 0
+        out: Tensor = sdpa_attention_forward(layer, query, key, value, seen, scaling=scale, is_causal=causal)[0]
+        return out.transpose(1, 2)
     if queries == 1 and groups >= _fold_from(query):
         # The heads of a group become the rows of one query: the keys of the group are read once.
         folded = query.reshape(batch, key.shape[1], groups, dim)

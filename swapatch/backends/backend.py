@@ -55,8 +55,12 @@ class ModelCall:
 
     @property
     def rows(self) -> CompactCache | None:
-        """The cache, if its rows may be written in place: it is ours, and nobody will go backward through them."""
-        return self.cache if isinstance(self.cache, CompactCache) and not torch.is_grad_enabled() else None
+        """The cache, if its rows may be written in place.
+
+        It is ours, nobody will go backward through them, and nobody has put an ``update`` of his own in its place.
+        """
+        bounded = isinstance(self.cache, CompactCache) and not torch.is_grad_enabled()
+        return self.cache if bounded and not self.cache.has_own_update else None
 
     @property
     def is_row(self) -> bool:

@@ -48,14 +48,14 @@ class SpyreDecode(FixedRowStep):
 
     def _whole_mask(self, layer: SlidingLayer) -> Tensor:
         seen = self.rule.rows_allowed(self.queries.start, layer.row_positions(self.queries.stop))
-        allowed = seen.view(-1, 1, 1, layer.rows).expand(layer.keys.shape[0], 1, 1, layer.rows)
-        return spyre.additive(allowed, layer.keys.dtype, layer.keys.device)
+        allowed = seen.view(-1, 1, 1, layer.rows).expand(layer.key_rows.shape[0], 1, 1, layer.rows)
+        return spyre.additive(allowed, layer.key_rows.dtype, layer.key_rows.device)
 
     def run(self, call: LayerCall) -> Tensor:
         layer = call.layer
         owns = not getattr(layer, "is_kv_shared_layer", False)
         held: Any = call.cache.layers[layer.layer_idx] if owns else None
-        buffers = (held.keys, held.values) if owns else call.borrowed
+        buffers = (held.key_rows, held.value_rows) if owns else call.borrowed
         hidden, cos, sin = (_padded(states, 1) for states in (call.hidden, *call.position))
         index, mask = self.index.to(hidden.device), self.mask.to(hidden.device)
         out, keys, values = spyre.decode(
@@ -63,7 +63,7 @@ class SpyreDecode(FixedRowStep):
         )
         if owns:
             held.step = self
-            held.keys, held.values = keys, values  # what the call returned is current, not what it was given
+            held.key_rows, held.value_rows = keys, values  # what the call returned is current, not what it was given
         call.share(keys, values)
         return out
 
@@ -127,7 +127,7 @@ class SpyrePrefill(Step):
 def _past_in(layer: SlidingLayer, rows: int) -> tuple[Tensor, Tensor]:
     """What a next token can see, at the end of this many rows, behind zeros; by copies that stay on the device."""
     seen, found = layer.visible_past, []
-    for buffer in (layer.keys, layer.values):
+    for buffer in (layer.key_rows, layer.value_rows):
         first, whole = rows - seen.size, zeros_like_rows(buffer, rows)
         for part in layer.pieces(seen):
             whole.narrow(2, first, part.size).copy_(buffer.narrow(2, part.start, part.size))

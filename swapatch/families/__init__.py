@@ -43,12 +43,18 @@ def plan_model(model_or_config: Any) -> ModelPlan:
         UnsupportedModelError: says what was found, what is supported and what to do.
     """
     config, text = configs(model_or_config)
-    if text.model_type not in MODULES:
+    known = next((name for name in _model_types(text) if name in MODULES), None)
+    if known is None:
         raise refuse(f"model_type {config.model_type!r}", _WHY.get(text.model_type, UNPATCHED), SUPPORTED)
-    family = family_of(text.model_type)
-    if config.model_type not in (text.model_type, family.outer_type):
+    family = family_of(known)
+    if config is not text and family.outer_type not in _model_types(config):
         raise refuse(f"model_type {config.model_type!r} around {text.model_type!r}", UNPATCHED, SUPPORTED)
     return family.plan(config, text)
+
+
+def _model_types(config: Any) -> list[str]:
+    """Of a config and the classes that it is derived from, as a model with code of its own may derive from ours."""
+    return [config.model_type, *(vars(cls)["model_type"] for cls in type(config).__mro__ if "model_type" in vars(cls))]
 
 
 __all__ = ["MODULES", "SUPPORTED", "Family", "family_of", "plan_model"]

@@ -1,8 +1,8 @@
-"""The hooks around the text model's forward, where a step begins and ends.
+"""Where a call enters the model: a step begins before the text model's forward and ends after it.
 
-Before the text model runs, a hook looks at the call. If swapatch computes it, the call goes on with a
-:class:`~swapatch.step.Step` in the place of the sliding mask. If not (attention weights wanted, a ready-made mask,
-another kernel), the layers get a mask or None as ever, and run their stock code.
+The forward of the text model is replaced by one that looks at the call first. If swapatch computes it, the call goes
+on with a :class:`~swapatch.step.Step` in the place of the sliding mask. If not (attention weights wanted, a ready-made
+mask, another kernel, somebody who could look), the layers get a mask or None as ever, and run their stock code.
 
 A compiler reads all of this like any other code of the model. Only a call on a compact cache begins outside of the
 graph: there positions are numbers, and rows may have to move.
@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from ._compat import CACHE_NAME, CACHE_NAMES, cache_in
 from ._errors import CacheStateError, explain
 from .attention import is_traced
-from .attention.windowed import is_replaced
 from .backends import ModelCall, choose
 from .cache import CompactCache, make_cache
 from .calls import Calls
 from .families import Family
+from .foreign import forward_slot, hand_in, is_known
 from .geometry import Span
 from .masks import global_mask, rule_name
 from .plan import GLOBAL, SLIDING, text_config
-from .step import FixedRowStep, Step
+from .step import FixedRowStep, Step, forward
 from .switch import is_disabled
 
 logger = logging.getLogger("swapatch")
@@ -66,49 +66,73 @@ class Left(str):
     __slots__ = ()
 
 
-class EntryHook:
-    """The hook before a model's forward: puts a :class:`Step` into the call, and a cache where one is missing.
+class ModelForward:
+    """Replaces the forward of a model: puts a :class:`Step` into the call, and a cache where one is missing.
 
     It sits on the text model, and on the model around it, which makes the masks when there are images.
 
     Args:
         options: of the patch.
-        module: that the hook is for: the text model, or the one around it.
+        module: that the forward is of: the text model, or the one around it.
     """
 
     def __init__(self, options: Options, module: nn.Module) -> None:
         self.options = options
+        self.module = module
         self.is_text = module is options.text
         self.types_name = None if self.is_text or options.causal else options.family.types_name
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]  # without self
+        cls: Any = options.family.text_model if self.is_text else options.family.outer_model
+        self.names = tuple(inspect.signature(cls.forward).parameters)[1:]  # without self
+        own = vars(module).get(forward_slot(module))
+        # None for that of the class, which a bound method in a pickle would not come back as.
+        self.before = None if getattr(own, "__func__", None) is type(module).forward else own
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._stock)
+
+    @property
+    def _stock(self) -> Callable[..., Any]:
+        if self.before is not None:
+            return self.before  # type: ignore[no-any-return]
+        return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(self.names, args)), **kwargs}  # noqa: B905  # as many as were given
         given = [call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None]
-        if len(given) != 1:
-            return None
-        step = _sliding_mask(call)
-        if isinstance(step, Step):  # begun outside, or by the hook of the model around this one
-            weights = self.is_text and _wanted(call, module.config, "output_attentions")
-            if weights and step.stock_masks is not None:
+        if len(given) != 1 or len(args) > len(self.names):
+            return self._stock(*args, **kwargs)
+        self._enter(call, given[0])
+        output = self._stock(**call)
+        if self.is_text:
+            _leave(call, output)
+        return output
+
+    def _enter(self, call: dict[str, Any], given: Tensor) -> None:
+        """Change the arguments of a call to what it needs."""
+        module, step = self.module, _sliding_mask(call)
+        if isinstance(step, Step):  # begun ahead of the call, or by the model around this one
+            if self.is_text and step.stock_masks is not None and _wanted(call, module.config, "output_attentions"):
                 call["attention_mask"] = step.stock_masks()
                 self.options.calls.move(kind_of(step), "attention weights are wanted")
-            return (), call
-        traced, cache = is_traced(given[0]), cache_in(call)
-        made = cache is None and self._makes_cache(module, call, given[0])
+            return
+        traced, cache = is_traced(given), cache_in(call)
+        made = cache is None and self._makes_cache(module, call, given)
         if made:
             cache = make_cache(text_config(module), layout=self.options.layout)
             if cache is not None:
-                call = {name: value for name, value in call.items() if name not in CACHE_NAMES}
+                for name in CACHE_NAMES:
+                    call.pop(name, None)
                 call[CACHE_NAME] = cache
         # A cache that holds tokens has positions, which are numbers: that begins outside of the graph.
         begin = self._begin_outside if isinstance(cache, CompactCache) and not made else self._begin
-        masks = begin(module, call, given[0], traced)
+        masks = begin(module, call, given, traced)
         if not isinstance(masks, Left):
             call["attention_mask"] = masks
-            if traced and isinstance(masks[SLIDING], FixedRowStep):
-                self._place(module, call, masks[SLIDING])
-        return (), call
+            step = masks[SLIDING]
+            if traced and isinstance(step, FixedRowStep) and self.before is None and call.get("position_ids") is None:
+                # As a tensor, for stock would count it from a number, which would make a graph of its own.
+                call["position_ids"] = step.place
 
     def _makes_cache(self, module: Any, call: dict[str, Any], given: Tensor) -> bool:
         """Whether the forward would make a cache where none was passed, and this hook is the one to do it."""
@@ -125,18 +149,17 @@ class EntryHook:
     def _begin(self, module: Any, call: dict[str, Any], given: Tensor, traced: bool) -> dict[str, Any] | Left:
         """What goes into the call in the place of its attention mask, by layer type."""
         config, cache = text_config(module), cache_in(call)
-        like = torch.empty((*given.shape[:2], 0), dtype=_dtype(module, given), device=given.device)
-        if isinstance(cache, CompactCache):
-            enter(cache, config, like.shape[0])
+        like = torch.empty((*given.shape[:2], 0), dtype=_dtype(module, given, self.options.text), device=given.device)
+        uneven = enter(cache, config, like.shape[0]) if isinstance(cache, CompactCache) else None
         positions = call.get("position_ids") if self._may_be_packed(module, call) else None
-        if isinstance(reason := why_stock(call, config, self.options.text), Left):
+        if isinstance(reason := uneven or why_stock(call, config, self.options), Left):
             masks: dict[str, Any] | Left = reason
         else:
             types = call.get(self.types_name or "")
             asked = Request(cache, like, call.get("attention_mask"), types, positions, fixed=traced)
             masks = begin(self.options, config, asked)
         if isinstance(masks, Left):
-            if self.is_text:  # else the hook of the text model finds it, too
+            if self.is_text:  # else the text model finds it, too
                 self.options.calls.count("stock", masks)
                 if not traced:
                     logger.debug("left to stock: %s", masks)
@@ -157,15 +180,6 @@ class EntryHook:
         if call.get("attention_mask") is not None or cache_in(call) is not None:
             return False
         return not self.is_text or not _uses_cache(module, call)
-
-    def _place(self, module: Any, call: dict[str, Any], step: FixedRowStep) -> None:
-        """Give the position as a tensor, for stock would count it from a number, which would make a graph of its own.
-
-        Not where somebody who comes after this hook could still want to place the tokens.
-        """
-        last = next(reversed(module._forward_pre_hooks.values())) is self
-        if call.get("position_ids") is None and last and "forward" not in vars(module):
-            call["position_ids"] = step.place
 
 
 class Request(NamedTuple):
@@ -257,7 +271,7 @@ def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, 
     return int(seen) if isinstance(seen, Tensor) else seen, cache.get_mask_sizes(tokens, layer)[1]
 
 
-def why_stock(call: dict[str, Any], config: Any, text: Any) -> Left | None:
+def why_stock(call: dict[str, Any], config: Any, options: Options) -> Left | None:
     """Why our attention does not stand in for stock's in a call, as far as its arguments and the layers say."""
     if not isinstance(cache_in(call), CompactCache) and is_disabled():
         return Left("swapatch is switched off")
@@ -267,20 +281,10 @@ def why_stock(call: dict[str, Any], config: Any, text: Any) -> Left | None:
         return Left("attention weights are wanted")
     if (getattr(config, "is_causal", True) if call.get("is_causal") is None else call["is_causal"]) is False:
         return Left("is_causal=False")
-    if torch.compiler.is_compiling() and is_replaced():
-        return Left("torch's attention was replaced, and the call is compiled")
-    for attention in sliding_attentions(text):
-        if attention.training and attention.attention_dropout:
-            return Left("attention dropout")
-        if not attention.is_causal:
-            return Left("a layer with is_causal=False")
-    return None
-
-
-def sliding_attentions(text: Any) -> list[Any]:
-    """The attention modules of the sliding layers of a text model."""
-    attentions = [getattr(layer, "self_attn", None) for layer in text.layers]
-    return [attention for attention in attentions if getattr(attention, "is_sliding", False)]
+    if not is_known(type(options.text).forward):
+        return Left("somebody's own forward of the text model")
+    reason = hand_in(config, options.family, options.text, forward)
+    return None if reason is None else Left(reason)
 
 
 def kind_of(step: Step) -> str:
@@ -288,8 +292,8 @@ def kind_of(step: Step) -> str:
     return "decode" if step.queries.size == 1 and step.queries.start else "prefill"
 
 
-def enter(cache: CompactCache, config: Any, batch: int) -> None:
-    """Note that a forward begins on a cache.
+def enter(cache: CompactCache, config: Any, batch: int) -> Left | None:
+    """Note that a forward begins on a cache. Says so if its layers have not seen the same tokens.
 
     Raises:
         CacheStateError: it is another model's, or one that an interrupted forward left half written.
@@ -303,30 +307,34 @@ def enter(cache: CompactCache, config: Any, batch: int) -> None:
             )
         )
     layers, lengths = cache.sliding, cache.lengths()
-    if len(lengths) > 1 or any(layer.torn for layer in layers):
+    if cache.begun not in (None, lengths) or any(layer.torn for layer in layers):
         raise CacheStateError(
             explain(
-                f"layers that have seen {lengths} tokens, {sum(layer.torn for layer in layers)} of them lack rows",
-                "a cache whose layers have all seen the same tokens",
+                f"layers that have seen {sorted(set(lengths))} tokens, {sum(layer.torn for layer in layers)} of them "
+                "lack rows",
+                "a cache whose layers have seen all tokens of a call, or none",
                 "start a new cache: an interrupted forward left this one half written",
             )
         )
     for layer in layers:
+        layer.settle()
         layer.leave_inference_mode()
-    cache.begun = lengths[0]
-    if lengths[0] and layers[0].keys.shape[0] != batch:
+    held = next((layer.key_rows.shape[0] for layer in layers if layer.seen), batch)
+    if held != batch:
         raise CacheStateError(
             explain(
-                f"{batch} sequences for a cache that holds {layers[0].keys.shape[0]}",
+                f"{batch} sequences for a cache that holds {held}",
                 "the same batch in every call on one cache",
                 "start a new cache, or use batch_repeat_interleave or batch_select_indices",
             )
         )
+    cache.begun = lengths
+    return None if len({layer.seen for layer in layers}) == 1 else Left("layers that took no part in every call")
 
 
-def exit_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """The hook after the text model's forward: the step is done, its tokens count."""
-    step, cache = _sliding_mask(kwargs), cache_in(kwargs)
+def _leave(call: dict[str, Any], output: Any) -> None:
+    """After the text model's forward: the step is done, its tokens count."""
+    step, cache = _sliding_mask(call), cache_in(call)
     if isinstance(step, Step):
         step.done = True
         shared = getattr(output, "shared_kv_states", None)
@@ -373,11 +381,15 @@ def _packed(segments: Tensor) -> bool:
     return bool((segments != 0).any())
 
 
-def _dtype(module: Any, given: Tensor) -> torch.dtype:
-    """What the embeddings are in."""
+_FLOWING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _dtype(module: Any, given: Tensor, text: Any) -> torch.dtype:
+    """What the embeddings are in; of quantized ones that cannot be told from their weight, but from a norm's."""
     if given.is_floating_point():
         return given.dtype
-    weight = getattr(module.get_input_embeddings(), "weight", None)
-    if isinstance(weight, Tensor) and weight.is_floating_point():
-        return weight.dtype
-    return module.dtype  # type: ignore[no-any-return]
+    weights = (getattr(module.get_input_embeddings(), "weight", None), getattr(text.norm, "weight", None))
+    return next(
+        (weight.dtype for weight in weights if isinstance(weight, Tensor) and weight.dtype in _FLOWING),
+        torch.get_default_dtype(),
+    )

@@ -1,0 +1,133 @@
+"""Who else has a hand in the sliding layers: replaced kernels and forwards, and hooks that could look at a mask.
+
+Whoever hooks, wraps or replaces something is to find what he found in stock. So wherever a function that is neither
+torch's, transformers', accelerate's nor ours would be shown a mask or attention weights, or stands where our code would
+step in, a call is left to stock, for the reason that is given here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .attention.windowed import is_replaced
+from .families import Family
+from .plan import SLIDING
+
+_PACKAGES = ("torch", "transformers", "accelerate", __package__)
+_KNOWN = tuple(os.path.dirname(str(find_spec(name).origin)) + os.sep for name in _PACKAGES)  # type: ignore[union-attr]
+
+_INNER = ("_torchdynamo_orig_callable", "__func__", "func", "__wrapped__")
+"""Where compiled functions, bound methods, partial ones and wrappers keep what they call."""
+
+_MASK_MAKERS = (
+    "create_causal_mask",
+    "create_sliding_window_causal_mask",
+    "create_masks_for_generate",
+    "create_causal_mask_mapping",
+)
+"""Functions of a model's file that make its masks; not every family has all."""
+
+
+def is_known(function: Any) -> bool:
+    """Whether the code of a function, and of all that it wraps, lies in torch, transformers, accelerate or here.
+
+    Not by its name, which a wrapper may have taken over.
+
+    >>> is_known(torch.nn.Linear.forward), is_known(lambda linear, x: linear.forward(x))
+    (True, False)
+    """
+    while function is not None:
+        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        if code is not None and not code.co_filename.startswith(_KNOWN):  # without code: built in
+            return False
+        function = next((inner for name in _INNER if (inner := getattr(function, name, None)) is not None), None)
+    return True
+
+
+def hand_in(config: Any, family: Family, text: Any, forward: Any) -> str | None:
+    """In words, who else has a hand in the sliding layers of a text model, or None.
+
+    Args:
+        config: of the text model.
+        family: of the model.
+        text: the text model.
+        forward: what a patched attention layer runs.
+    """
+    return _in_functions(config, family) or next(_in_layers(config, text, forward), None)
+
+
+def _in_functions(config: Any, family: Family) -> str | None:
+    name = config._attn_implementation
+    file = sys.modules[family.attention.__module__]
+    if not is_known(file.ALL_ATTENTION_FUNCTIONS.get_interface(name, file.eager_attention_forward)):
+        return f"somebody's own function in the place of {name!r} attention"
+    makers = [getattr(file, maker, None) for maker in _MASK_MAKERS]
+    if not all(map(is_known, (ALL_MASK_ATTENTION_FUNCTIONS[name], *filter(None, makers)))):
+        return "somebody's own function in the place of one that makes masks"
+    if is_replaced() and (name != "sdpa" or torch.compiler.is_compiling()):
+        return "somebody's own function in the place of torch's attention, and eager attention or a compiled call"
+    return None
+
+
+def _in_layers(config: Any, text: Any, forward: Any) -> Iterator[str]:
+    weights = config._attn_implementation == "eager"
+    if any(not is_known(hook) for hook in _global_hooks(weights)):
+        yield "a hook on all modules that sees masks or weights"
+    for index, layer in enumerate(text.layers[: config.num_hidden_layers]):
+        if config.layer_types[index] != SLIDING:
+            continue
+        if not is_known(_run_by(layer)) or not is_known(type(layer).forward):
+            yield f"somebody's own forward of layer {index}"
+        if (attention := getattr(layer, "self_attn", None)) is None:
+            continue
+        if getattr(_run_by(attention), "__func__", None) is not forward or not is_known(type(attention).forward):
+            yield f"somebody's own attention in layer {index}"
+        if _is_seen(layer, False) or _is_seen(attention, weights):
+            yield f"a hook on layer {index} that sees masks or weights"
+        if attention.config._attn_implementation != config._attn_implementation:
+            yield f"layer {index} with {attention.config._attn_implementation!r} attention"
+        if attention.training and attention.attention_dropout:
+            yield "attention dropout"
+        if not attention.is_causal:
+            yield f"layer {index} with is_causal=False"
+
+
+def forward_slot(module: Any) -> str:
+    """The attribute that holds the forward of a module: under a hook of accelerate that is another one."""
+    return "_old_forward" if "_hf_hook" in vars(module) else "forward"
+
+
+def _run_by(module: Any) -> Any:
+    """What runs when a module is called: its own attribute, or its class's forward."""
+    found = vars(module).get(forward_slot(module), type(module).forward)
+    return getattr(found, "_torchdynamo_orig_callable", found)
+
+
+def _is_seen(module: Any, weights: bool) -> bool:
+    """Whether somebody's hook on a module is shown its arguments by name, or with ``weights`` its output."""
+    return any(not is_known(hook) for hook in _hooks(module, weights))
+
+
+def _hooks(module: Any, weights: bool) -> Iterator[Any]:
+    for name in module._forward_pre_hooks_with_kwargs:
+        yield module._forward_pre_hooks[name]
+    for name, hook in module._forward_hooks.items():
+        if weights or name in module._forward_hooks_with_kwargs:
+            yield hook
+    if "_hf_hook" in vars(module):
+        for hook in getattr(module._hf_hook, "hooks", (module._hf_hook,)):
+            yield from (type(hook).pre_forward, type(hook).post_forward)
+
+
+def _global_hooks(weights: bool) -> Iterator[Any]:
+    for name, hook in modules._global_forward_hooks.items():
+        if weights or name in modules._global_forward_hooks_with_kwargs:
+            yield hook

@@ -1,0 +1,642 @@
+"""What else touches a model: whoever hooks, wraps, replaces or reads finds what he would have found in stock.
+
+Each use is a function that does something to a model and returns what came of it; it is run on a stock model and on a
+patched one.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from compare import cache_key, named_ids, text_config
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from zoo import SLIDING, Model, Species, text_model
+
+import swapatch
+
+Found = list[Any]
+Use = Callable[[Model], Found]
+
+WINDOW = 8
+PROMPT, NEW = 20, 5
+
+
+def generated(model: Model, **options: Any) -> Found:
+    """Logits of every step."""
+    settings: dict[str, Any] = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW, **options}
+    out = model.generate(
+        named_ids(model, 1, PROMPT), output_logits=True, return_dict_in_generate=True, pad_token_id=0, **settings
+    )
+    return [*out.logits, out.sequences]
+
+
+def scored(model: Model) -> Found:
+    """Logits without a cache."""
+    with torch.no_grad():
+        return [model(named_ids(model, 1, PROMPT), use_cache=False).logits]
+
+
+def both(model: Model) -> Found:
+    return [*scored(model), *generated(model)]
+
+
+def sliding(model: Model, number: int = 1) -> Any:
+    """One of the sliding layers; the second is never the last."""
+    kinds = text_config(model).layer_types
+    return text_model(model).layers[[i for i, kind in enumerate(kinds) if kind == SLIDING][number]]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+# -- kernels --
+
+stock_sdpa = functional.scaled_dot_product_attention
+
+
+@functools.wraps(stock_sdpa)
+def softer(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return stock_sdpa(query * 0.5, *args, **kwargs)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+    """Somebody's own: wants bool masks, and as many heads of keys as of queries unless it is told."""
+    if kwargs.pop("enable_gqa", False):
+        key, value = (rows.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for rows in (key, value))
+    assert query.shape[1] == key.shape[1]
+    scores = query @ key.transpose(2, 3) * kwargs["scale"] * 0.5
+    if attn_mask is not None:
+        assert attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif kwargs.get("is_causal"):
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+class SofterMode(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is stock_sdpa:
+            args = (args[0] * 0.5, *args[1:])
+        return function(*args, **(kwargs or {}))
+
+
+def torch_kernel(model: Model) -> Found:
+    with replaced(functional, "scaled_dot_product_attention", softer):
+        return both(model)
+
+
+def torch_kernel_of_ones_own(model: Model) -> Found:
+    with replaced(functional, "scaled_dot_product_attention", plain):
+        return both(model)
+
+
+def torch_kernel_that_is_trained(model: Model) -> Found:
+    with replaced(functional, "scaled_dot_product_attention", softer):
+        ids = named_ids(model, 1, PROMPT)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def torch_kernel_by_a_mode(model: Model) -> Found:
+    with SofterMode():
+        ids = named_ids(model, 1, PROMPT)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return [*both(model), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def torch_kernel_not_used_by_eager(model: Model) -> Found:
+    model.set_attn_implementation("eager")
+    return torch_kernel(model)
+
+
+def registered(name: str) -> Use:
+    def use(model: Model) -> Found:
+        stock = ALL_ATTENTION_FUNCTIONS[name if name == "sdpa" else "sdpa"]
+
+        @functools.wraps(stock)
+        def mine(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return stock(module, query * 0.5, *args, **kwargs)
+
+        AttentionInterface.register(name, mine)
+        try:
+            if name != "sdpa":
+                ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+                model.set_attn_implementation(name)
+            return both(model)
+        finally:
+            if name == "sdpa":
+                AttentionInterface.register(name, stock)
+
+    return use
+
+
+def eager_function(model: Model) -> Found:
+    model.set_attn_implementation("eager")
+    file = inspect.getmodule(type(sliding(model).self_attn))
+    stock = file.eager_attention_forward  # type: ignore[union-attr]
+
+    def mine(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return stock(module, query * 0.5, *args, **kwargs)
+
+    with replaced(file, "eager_attention_forward", mine):
+        return both(model)
+
+
+def mask_function(model: Model) -> Found:
+    stock = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        mask = stock(*args, **{**kwargs, "allow_is_causal_skip": False})
+        mask = mask.clone()
+        mask[..., 0] = True  # everybody sees the first key
+        return mask
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", mine)
+    try:
+        return both(model)
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", stock)
+
+
+def mask_maker(model: Model) -> Found:
+    file = inspect.getmodule(type(text_model(model)))
+    stock = file.create_sliding_window_causal_mask  # type: ignore[union-attr]
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        mask = stock(*args, **kwargs)
+        if mask is not None:
+            mask = mask.clone()
+            mask[..., -1] = True
+        return mask
+
+    with replaced(file, "create_sliding_window_causal_mask", mine):
+        return both(model)
+
+
+def class_forward(model: Model) -> Found:
+    cls = type(sliding(model).self_attn)
+    stock = cls.forward
+
+    def mine(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return stock(self, hidden_states * 0.5, *args, **kwargs)
+
+    with replaced(cls, "forward", mine):
+        return both(model)
+
+
+def layer_class_forward(model: Model) -> Found:
+    cls = type(sliding(model))
+    stock, masks = cls.forward, []
+
+    def mine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        masks.append(type(kwargs["attention_mask"]).__name__)
+        return stock(self, *args, **kwargs)
+
+    with replaced(cls, "forward", mine):
+        return [*both(model), masks]
+
+
+def eager_in_one_layer(model: Model) -> Found:
+    attention = sliding(model).self_attn
+    attention.config = copy.copy(attention.config)
+    attention.config._attn_implementation = "eager"
+    found: list[Tensor] = []
+    hook = attention.register_forward_hook(lambda module, args, output: found.append(output[1]))
+    try:
+        return [*outcome(both, model), found]
+    finally:
+        hook.remove()
+
+
+# -- layers that are skipped, replaced, or run twice --
+
+
+def skipping(number: int, steps: Callable[[int], bool] = lambda step: True) -> Use:
+    def use(model: Model) -> Found:
+        layer = sliding(model, number)
+        stock, calls = layer.forward, iter(range(1000))
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return hidden_states if steps(next(calls)) else stock(hidden_states, *args, **kwargs)
+
+        layer.forward = forward
+        try:
+            return [*outcome(generated, model), *outcome(scored, model)]
+        finally:
+            del layer.forward
+
+    return use
+
+
+def skipped_attention(model: Model) -> Found:
+    """As an ablation does: the attention gives zeros, and its cache never sees a token."""
+    attention = sliding(model).self_attn
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros_like(hidden_states), None
+
+    with replaced_forward(attention, forward):
+        return both(model)
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    had, before = "forward" in vars(module), module.forward
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if had:
+            module.forward = before
+        else:
+            del module.forward
+
+
+def replaced_layer(model: Model) -> Found:
+    """By a fresh one, which was never patched."""
+    layers, layer = text_model(model).layers, sliding(model)
+    index = list(layers).index(layer)
+    fresh = type(layer)(text_config(model), index).eval()
+    fresh.load_state_dict(layer.state_dict())
+    layers[index] = fresh
+    try:
+        return both(model)
+    finally:
+        layers[index] = layer
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.found: list[Any] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.found.append([type(value).__name__ for name, value in sorted(kwargs.items()) if "mask" in name])
+        return self.inner(*args, **kwargs)
+
+
+def wrapped_layer(model: Model) -> Found:
+    layers, layer = text_model(model).layers, sliding(model)
+    index = list(layers).index(layer)
+    layers[index] = Wrapped(layer)
+    try:
+        return [*both(model), layers[index].found]
+    finally:
+        layers[index] = layer
+
+
+def wrapped_attention(model: Model) -> Found:
+    layer = sliding(model)
+    attention = layer.self_attn
+    layer.self_attn = Wrapped(attention)
+    try:
+        return [*both(model), layer.self_attn.found]
+    finally:
+        layer.self_attn = attention
+
+
+def run_twice(model: Model) -> Found:
+    layer = sliding(model)
+    stock = layer.forward
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return stock(stock(hidden_states, *args, **kwargs), *args, **kwargs)
+
+    with replaced_forward(layer, forward):
+        return [*outcome(generated, model), *outcome(scored, model)]
+
+
+def deleted_layer(model: Model) -> Found:
+    text, config = text_model(model), text_config(model)
+    layers, count = text.layers, config.num_hidden_layers
+    text.layers, config.num_hidden_layers = layers[: count - 1], count - 1
+    try:
+        return both(model)
+    finally:
+        text.layers, config.num_hidden_layers = layers, count
+
+
+# -- hooks --
+
+
+def seen_by(module: Callable[[Model], nn.Module], implementation: str = "sdpa", **options: Any) -> Use:
+    """What a hook with arguments by name is shown."""
+
+    def use(model: Model) -> Found:
+        model.set_attn_implementation(implementation)
+        found: Found = []
+
+        def look(owner: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None) -> None:
+            kinds = {name: type(value).__name__ for name, value in kwargs.items() if "cache" not in name}
+            kinds.pop("past_key_values", None)
+            found.append([len(args), dict(sorted(kinds.items()))])
+            found.extend(value for _, value in sorted(kwargs.items()) if isinstance(value, Tensor))
+            found.extend(part for part in (output if isinstance(output, tuple) else [output]))
+
+        owner = module(model)
+        hooks = [
+            owner.register_forward_pre_hook(look, with_kwargs=True),
+            owner.register_forward_hook(look, with_kwargs=True),
+        ]
+        try:
+            return [*both(model), *generated(model, **options), found]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return use
+
+
+def read_weights(model: Model) -> Found:
+    """By the commonest hook of all, without names."""
+    model.set_attn_implementation("eager")
+    found: Found = []
+    hook = sliding(model).self_attn.register_forward_hook(lambda module, args, output: found.append(output[1]))
+    try:
+        return [*both(model), found]
+    finally:
+        hook.remove()
+
+
+def read_weights_of_all_modules(model: Model) -> Found:
+    model.set_attn_implementation("eager")
+    found: Found = []
+    inner = type(sliding(model).self_attn)
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        if type(module) is inner:
+            found.append(output[1])
+
+    hook = nn.modules.module.register_module_forward_hook(look)
+    try:
+        return [*both(model), found]
+    finally:
+        hook.remove()
+
+
+def edited_mask(model: Model) -> Found:
+    model.set_attn_implementation("eager")
+
+    def edit(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs["attention_mask"]
+        if mask is not None and mask.shape[-1] > 3:
+            mask = mask.clone()
+            mask[..., -3] = torch.finfo(mask.dtype).min
+        return args, {**kwargs, "attention_mask": mask}
+
+    hook = sliding(model).self_attn.register_forward_pre_hook(edit, with_kwargs=True)
+    try:
+        return both(model)
+    finally:
+        hook.remove()
+
+
+def changed_output(model: Model) -> Found:
+    hooks = [
+        sliding(model).register_forward_hook(lambda module, args, output: output * 1.5),
+        sliding(model).self_attn.register_forward_hook(lambda module, args, output: (output[0] * 0.5, output[1])),
+        sliding(model).self_attn.q_proj.register_forward_hook(lambda module, args, output: output * 0.5),
+    ]
+    try:
+        return both(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def text_model_arguments(model: Model) -> Found:
+    """A hook on the text model that came after the patch, and reads and changes what it is called with."""
+    found: Found = []
+
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        mask = kwargs.get("attention_mask")
+        found.append(mask if not isinstance(mask, dict) else sorted(mask))
+        found.append(kwargs.get("position_ids"))
+        return args, kwargs
+
+    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        found.append([len(args), sorted(name for name in kwargs if name != cache_key(model))])
+
+    text = text_model(model)
+    hooks = [
+        text.register_forward_pre_hook(look, with_kwargs=True),
+        text.register_forward_hook(after, with_kwargs=True),
+    ]
+    try:
+        generated(model)
+        with torch.no_grad():
+            text(named_ids(model, 1, PROMPT), use_cache=False)
+        return [inspect.signature(text.forward), found]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Stop(Exception):  # noqa: N818  # as those of calibrators
+    pass
+
+
+def calibrated(model: Model) -> Found:
+    """As quantizers do: the first layer's arguments are caught, and every layer is replayed with them."""
+    layers = text_model(model).layers
+    first, caught = layers[0], []
+
+    class Catcher(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
+            caught.append((hidden, kwargs))
+            raise Stop
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    layers[0] = Catcher(first)
+    try:
+        with torch.no_grad(), pytest.raises(Stop):
+            model(named_ids(model, 1, PROMPT), use_cache=False)
+    finally:
+        layers[0] = first
+    return [*replayed(model, *caught[0]), *both(model)]
+
+
+def calibrated_by_a_hook(model: Model) -> Found:
+    caught: Found = []
+
+    def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        caught.append((args[0], kwargs))
+        raise Stop
+
+    hook = text_model(model).layers[0].register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        with torch.no_grad(), pytest.raises(Stop):
+            model(named_ids(model, 1, PROMPT), use_cache=False)
+    finally:
+        hook.remove()
+    return [*replayed(model, *caught[0]), *both(model)]
+
+
+def replayed(model: Model, hidden: Tensor, kwargs: dict[str, Any]) -> Found:
+    found: Found = [kwargs["attention_mask"]]
+    kinds = text_config(model).layer_types
+    kwargs = {name: value for name, value in kwargs.items() if name != "shared_kv_states"}
+    with torch.no_grad():
+        for kind, layer in zip(kinds, text_model(model).layers, strict=True):
+            if kind == SLIDING and not getattr(layer.self_attn, "is_kv_shared_layer", False):
+                shares = "shared_kv_states" in str(inspect.signature(type(layer).forward))
+                more: dict[str, Any] = {"shared_kv_states": {}} if shares else {}
+                if getattr(layer, "hidden_size_per_layer_input", 0):
+                    break  # its layers take an argument each, which a catcher of the first does not have
+                hidden = layer(hidden, **kwargs, **more)
+                found.append(hidden)
+    return found
+
+
+# -- embeddings --
+
+
+class Wrap(nn.Module):
+    """An embedding without a weight of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.inner(ids)
+        return found
+
+
+class Quantized(nn.Module):
+    def __init__(self, inner: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = inner.weight.detach()
+        self.scale = weight.abs().max() / (100 if dtype == torch.int8 else 1)
+        stored = (weight / self.scale).round() if dtype == torch.int8 else weight / self.scale
+        self.weight = nn.Parameter(stored.to(dtype), requires_grad=False)
+        self.factor = getattr(inner, "embed_scale", torch.tensor(1.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.weight.view(torch.int8)[ids].view(self.weight.dtype)
+        return rows.to(torch.float32) * self.scale * self.factor
+
+
+def embedding(make: Callable[[Any], nn.Module], implementation: str) -> Use:
+    def use(model: Model) -> Found:
+        model.set_attn_implementation(implementation)
+        text = text_model(model)
+        before = text.embed_tokens
+        text.embed_tokens = make(before)
+        try:
+            return both(model)
+        finally:
+            text.embed_tokens = before
+
+    return use
+
+
+USES: dict[str, Use] = {
+    "torch_kernel": torch_kernel,
+    "torch_kernel_of_ones_own": torch_kernel_of_ones_own,
+    "torch_kernel_that_is_trained": torch_kernel_that_is_trained,
+    "torch_kernel_by_a_mode": torch_kernel_by_a_mode,
+    "torch_kernel_not_used_by_eager": torch_kernel_not_used_by_eager,
+    "registered_sdpa": registered("sdpa"),
+    "registered_name": registered("somebody_s"),
+    "eager_function": eager_function,
+    "mask_function": mask_function,
+    "mask_maker": mask_maker,
+    "class_forward": class_forward,
+    "layer_class_forward": layer_class_forward,
+    "eager_in_one_layer": eager_in_one_layer,
+    "skip_first": skipping(0),
+    "skip_second": skipping(1),
+    "skip_second_at_times": skipping(1, lambda step: step % 2 == 1),
+    "skip_second_in_decode": skipping(1, lambda step: step > 0),
+    "skip_second_in_prefill": skipping(1, lambda step: step == 0),
+    "skip_first_at_times": skipping(0, lambda step: step % 3 == 1),
+    "skipped_attention": skipped_attention,
+    "replaced_layer": replaced_layer,
+    "wrapped_layer": wrapped_layer,
+    "wrapped_attention": wrapped_attention,
+    "run_twice": run_twice,
+    "deleted_layer": deleted_layer,
+    "layer_is_seen": seen_by(sliding),
+    "attention_is_seen": seen_by(lambda model: sliding(model).self_attn),
+    "eager_layer_is_seen": seen_by(sliding, "eager"),
+    "eager_attention_is_seen": seen_by(lambda model: sliding(model).self_attn, "eager"),
+    "static_attention_is_seen": seen_by(
+        lambda model: sliding(model).self_attn, "eager", cache_implementation="static", disable_compile=True
+    ),
+    "read_weights": read_weights,
+    "read_weights_of_all_modules": read_weights_of_all_modules,
+    "edited_mask": edited_mask,
+    "changed_output": changed_output,
+    "text_model_arguments": text_model_arguments,
+    "calibrated": calibrated,
+    "calibrated_by_a_hook": calibrated_by_a_hook,
+    "wrapped_embedding": embedding(Wrap, "sdpa"),
+    "wrapped_embedding_eager": embedding(Wrap, "eager"),
+    "int8_embedding": embedding(lambda inner: Quantized(inner, torch.int8), "eager"),
+    "float8_embedding": embedding(lambda inner: Quantized(inner, torch.float8_e4m3fn), "eager"),
+}
+
+
+def outcome(use: Use, model: Model) -> Found:
+    """What came of it, or the kind of error."""
+    try:
+        return use(model)
+    except Exception as error:
+        return [type(error)]
+
+
+def assert_alike(got: Any, want: Any) -> None:
+    if isinstance(want, Tensor):
+        assert isinstance(got, Tensor)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    elif isinstance(want, list | tuple):
+        assert len(got) == len(want)
+        for pair in zip(got, want, strict=True):
+            assert_alike(*pair)
+    else:
+        assert got == want
+
+
+def reset_grad(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_as_stock(use: Use, model_kind: Species, layout: str) -> None:
+    model = model_kind.build(WINDOW)
+    want = outcome(use, model)
+    reset_grad(model)
+    model.set_attn_implementation("sdpa")
+    with swapatch.patch(model, layout=layout):
+        got = outcome(use, model)
+    assert_alike(got, want)
