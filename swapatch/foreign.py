@@ -78,26 +78,44 @@ def _in_functions(config: Any, family: Family) -> str | None:
 
 
 def _in_layers(config: Any, text: Any, forward: Any) -> Iterator[str]:
-    weights = config._attn_implementation == "eager"
+    implementation = config._attn_implementation
+    weights = implementation == "eager"
     if any(not is_known(hook) for hook in _global_hooks(weights)):
         yield "a hook on all modules that sees masks or weights"
-    for index, layer in enumerate(text.layers[: config.num_hidden_layers]):
-        if config.layer_types[index] != SLIDING:
+    classes: set[type] = set()  # that are known: a model has two here, and many layers
+    for index, (kind, layer) in enumerate(zip(config.layer_types, text.layers, strict=False)):
+        if kind != SLIDING:
             continue
-        if not is_known(_run_by(layer)) or not is_known(type(layer).forward):
+        attention = layer._modules.get("self_attn") or getattr(layer, "self_attn", None)
+        if "forward" in vars(layer) and not is_known(_run_by(layer)):
             yield f"somebody's own forward of layer {index}"
-        if (attention := getattr(layer, "self_attn", None)) is None:
+        if reason := _on(layer, False, classes):
+            yield f"{reason} in layer {index}"
+        if attention is None:
             continue
-        if getattr(_run_by(attention), "__func__", None) is not forward or not is_known(type(attention).forward):
-            yield f"somebody's own attention in layer {index}"
-        if _is_seen(layer, False) or _is_seen(attention, weights):
-            yield f"a hook on layer {index} that sees masks or weights"
-        if attention.config._attn_implementation != config._attn_implementation:
-            yield f"layer {index} with {attention.config._attn_implementation!r} attention"
+        if getattr(_run_by(attention), "__func__", None) is not forward:
+            yield f"somebody's own forward of the attention in layer {index}"
+        if reason := _on(attention, weights, classes):
+            yield f"{reason} in layer {index}"
+        if attention.config is not config and attention.config._attn_implementation != implementation:
+            yield f"{attention.config._attn_implementation!r} attention in layer {index}"
         if attention.training and attention.attention_dropout:
             yield "attention dropout"
         if not attention.is_causal:
-            yield f"layer {index} with is_causal=False"
+            yield f"is_causal=False in layer {index}"
+
+
+def _on(module: Any, weights: bool, classes: set[type]) -> str | None:
+    """What is somebody's on a module: its class, or a hook that is shown masks or ``weights``."""
+    own, cls = vars(module), type(module)
+    if cls not in classes:
+        if not is_known(cls.forward):
+            return f"somebody's own {cls.__name__}"
+        classes.add(cls)
+    hooked = own["_forward_pre_hooks_with_kwargs"] or own["_forward_hooks_with_kwargs"] or "_hf_hook" in own
+    if hooked or (weights and own["_forward_hooks"]):
+        return "a hook that sees masks or weights" if not all(map(is_known, _hooks(module, weights))) else None
+    return None
 
 
 def forward_slot(module: Any) -> str:
@@ -109,11 +127,6 @@ def _run_by(module: Any) -> Any:
     """What runs when a module is called: its own attribute, or its class's forward."""
     found = vars(module).get(forward_slot(module), type(module).forward)
     return getattr(found, "_torchdynamo_orig_callable", found)
-
-
-def _is_seen(module: Any, weights: bool) -> bool:
-    """Whether somebody's hook on a module is shown its arguments by name, or with ``weights`` its output."""
-    return any(not is_known(hook) for hook in _hooks(module, weights))
 
 
 def _hooks(module: Any, weights: bool) -> Iterator[Any]:
