@@ -322,12 +322,13 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
         shown = partial(_describe, attention, plan.window, handle.layout, handle.backend)
         log.set(f"{name}.extra_repr", attention, "extra_repr", shown)  # for print(model)
     options = Options(parts.family, handle.layout, handle.backend, text, not plan.bidirectional, handle._calls)
+    inner = [module for _, module in (*parts.outer, parts.text)]
     for name, generator in parts.generators:
         prefix = f"{name}." if name else ""
         wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
         log.set(f"{prefix}{PREPARE_CACHE}", generator, PREPARE_CACHE, wrapper)
         stock = getattr(generator, MAKE_MASKS, create_masks_for_generate)
-        log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, options))
+        log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, options, (generator, *inner)))
     for name, module in (*parts.outer, parts.text):
         slot = forward_slot(module)
         log.set(f"{name}.{slot}" if name else slot, module, slot, ModelForward(options, module))

@@ -26,7 +26,7 @@ from .backends import ModelCall, choose
 from .cache import CompactCache, make_cache
 from .calls import Calls
 from .families import Family
-from .foreign import forward_slot, hand_in, is_known
+from .foreign import forward_slot, hand_in, is_known, sees_call
 from .geometry import Span
 from .masks import global_mask, rule_name
 from .plan import GLOBAL, SLIDING, text_config
@@ -152,7 +152,8 @@ class ModelForward:
         like = torch.empty((*given.shape[:2], 0), dtype=_dtype(module, given, self.options.text), device=given.device)
         uneven = enter(cache, config, like.shape[0]) if isinstance(cache, CompactCache) else None
         positions = call.get("position_ids") if self._may_be_packed(module, call) else None
-        if isinstance(reason := uneven or why_stock(call, config, self.options), Left):
+        between = () if self.is_text else (self.options.text,)
+        if isinstance(reason := uneven or why_stock(call, config, self.options, between), Left):
             masks: dict[str, Any] | Left = reason
         else:
             types = call.get(self.types_name or "")
@@ -271,8 +272,15 @@ def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, 
     return int(seen) if isinstance(seen, Tensor) else seen, cache.get_mask_sizes(tokens, layer)[1]
 
 
-def why_stock(call: dict[str, Any], config: Any, options: Options) -> Left | None:
-    """Why our attention does not stand in for stock's in a call, as far as its arguments and the layers say."""
+def why_stock(call: dict[str, Any], config: Any, options: Options, between: tuple[nn.Module, ...] = ()) -> Left | None:
+    """Why our attention does not stand in for stock's in a call, as far as its arguments and the model say.
+
+    Args:
+        call: its arguments.
+        config: of the text model.
+        options: of the patch.
+        between: the modules that hand on the masks, from where they are made to the text model.
+    """
     if not isinstance(cache_in(call), CompactCache) and is_disabled():
         return Left("swapatch is switched off")
     if config._attn_implementation not in KNOWN_ATTENTION:
@@ -283,6 +291,8 @@ def why_stock(call: dict[str, Any], config: Any, options: Options) -> Left | Non
         return Left("is_causal=False")
     if not is_known(type(options.text).forward):
         return Left("somebody's own forward of the text model")
+    if any(map(sees_call, between)):
+        return Left("somebody who sees the masks on their way")
     reason = hand_in(config, options.family, options.text, forward)
     return None if reason is None else Left(reason)
 

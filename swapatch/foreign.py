@@ -8,12 +8,12 @@ step in, a call is left to stock, for the reason that is given here.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.nn.modules import module as modules
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -66,14 +66,17 @@ def hand_in(config: Any, family: Family, text: Any, forward: Any) -> str | None:
 
 def _in_functions(config: Any, family: Family) -> str | None:
     name = config._attn_implementation
-    file = sys.modules[family.attention.__module__]
-    if not is_known(file.ALL_ATTENTION_FUNCTIONS.get_interface(name, file.eager_attention_forward)):
+    file = family.modeling
+    used = [file.ALL_ATTENTION_FUNCTIONS.get_interface(name, file.eager_attention_forward)]
+    if name == "eager":  # and what that calls
+        used += [file.repeat_kv, torch.matmul, functional.softmax, functional.dropout]
+    if not all(map(is_known, used)):
         return f"somebody's own function in the place of {name!r} attention"
     makers = [getattr(file, maker, None) for maker in _MASK_MAKERS]
-    if not all(map(is_known, (ALL_MASK_ATTENTION_FUNCTIONS[name], *filter(None, makers)))):
+    if not all(map(is_known, (ALL_MASK_ATTENTION_FUNCTIONS[name], *makers))):
         return "somebody's own function in the place of one that makes masks"
     if is_replaced() and (name != "sdpa" or torch.compiler.is_compiling()):
-        return "somebody's own function in the place of torch's attention, and eager attention or a compiled call"
+        return "somebody's own function in the place of torch's, and eager attention or a compiled call"
     return None
 
 
@@ -109,13 +112,20 @@ def _on(module: Any, weights: bool, classes: set[type]) -> str | None:
     """What is somebody's on a module: its class, or a hook that is shown masks or ``weights``."""
     own, cls = vars(module), type(module)
     if cls not in classes:
-        if not is_known(cls.forward):
+        if not (hasattr(cls, "forward") and is_known(cls.forward)):
             return f"somebody's own {cls.__name__}"
         classes.add(cls)
     hooked = own["_forward_pre_hooks_with_kwargs"] or own["_forward_hooks_with_kwargs"] or "_hf_hook" in own
     if hooked or (weights and own["_forward_hooks"]):
         return "a hook that sees masks or weights" if not all(map(is_known, _hooks(module, weights))) else None
     return None
+
+
+def sees_call(module: Any) -> bool:
+    """Whether somebody is shown what a model is called with by name: by its class, its forward, or a hook."""
+    run_by = vars(module).get(forward_slot(module))
+    replaced = run_by is not None and not is_known(run_by)
+    return replaced or _on(module, False, set()) is not None
 
 
 def forward_slot(module: Any) -> str:

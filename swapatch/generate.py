@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import wrapt
+from torch import nn
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -63,10 +64,12 @@ class StepMaker:
     Attributes:
         stock: the function that would make them.
         options: of the patch.
+        between: the modules that hand on the masks: the one that generates, and those within it up to the text model.
     """
 
     stock: Callable[..., Any]
     options: Options
+    between: tuple[nn.Module, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = by_name(self.stock, args, kwargs)
@@ -82,7 +85,7 @@ class StepMaker:
         like = call["inputs_embeds"]
         if cache is None:
             return Left("masks asked for without a cache")
-        if isinstance(reason := why_stock(call, config, self.options), Left):
+        if isinstance(reason := why_stock(call, config, self.options, self.between), Left):
             return reason
         if isinstance(cache, CompactCache) and isinstance(uneven := enter(cache, config, like.shape[0]), Left):
             return uneven

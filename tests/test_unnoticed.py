@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import wrapt
 from compare import cache_key, named_ids, text_config
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,6 +29,7 @@ Found = list[Any]
 Use = Callable[[Model], Found]
 
 WINDOW = 8
+STATIC: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True}
 PROMPT, NEW = 20, 5
 
 
@@ -190,6 +192,30 @@ def mask_maker(model: Model) -> Found:
         return both(model)
 
 
+def softmax_of_eager(model: Model) -> Found:
+    """As who wants to see the weights does."""
+    model.set_attn_implementation("eager")
+    stock, found = functional.softmax, []
+
+    def mine(*args: Any, **kwargs: Any) -> Tensor:
+        found.append(stock(*args, **kwargs))
+        return found[-1]
+
+    with replaced(functional, "softmax", mine):
+        return [*both(model), found]
+
+
+def rotation(model: Model) -> Found:
+    file = inspect.getmodule(type(text_model(model)))
+    stock = file.apply_rotary_pos_emb  # type: ignore[union-attr]
+
+    def mine(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return stock(x * 0.5, *args, **kwargs)
+
+    with replaced(file, "apply_rotary_pos_emb", mine):
+        return both(model)
+
+
 def class_forward(model: Model) -> Found:
     cls = type(sliding(model).self_attn)
     stock = cls.forward
@@ -267,6 +293,16 @@ def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
             module.forward = before
         else:
             del module.forward
+
+
+def proxied_layer(model: Model) -> Found:
+    layers, layer = text_model(model).layers, sliding(model)
+    index = list(layers).index(layer)
+    layers._modules[str(index)] = wrapt.ObjectProxy(layer)
+    try:
+        return both(model)
+    finally:
+        layers._modules[str(index)] = layer
 
 
 def replaced_layer(model: Model) -> Found:
@@ -422,29 +458,33 @@ def changed_output(model: Model) -> Found:
             hook.remove()
 
 
-def text_model_arguments(model: Model) -> Found:
-    """A hook on the text model that came after the patch, and reads and changes what it is called with."""
+def model_arguments(which: Callable[[Model], nn.Module], **options: Any) -> Use:
+    """A hook that came after the patch, on a model around the layers, and reads what that is called with."""
+    return functools.partial(_model_arguments, which, options)
+
+
+def _model_arguments(which: Callable[[Model], nn.Module], options: dict[str, Any], model: Model) -> Found:
     found: Found = []
 
     def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         mask = kwargs.get("attention_mask")
-        found.append(mask if not isinstance(mask, dict) else sorted(mask))
+        found.append(mask if not isinstance(mask, dict) else [part for _, part in sorted(mask.items())])
         found.append(kwargs.get("position_ids"))
         return args, kwargs
 
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         found.append([len(args), sorted(name for name in kwargs if name != cache_key(model))])
 
-    text = text_model(model)
+    owner = which(model)
     hooks = [
-        text.register_forward_pre_hook(look, with_kwargs=True),
-        text.register_forward_hook(after, with_kwargs=True),
+        owner.register_forward_pre_hook(look, with_kwargs=True),
+        owner.register_forward_hook(after, with_kwargs=True),
     ]
     try:
-        generated(model)
+        steps = generated(model, **options)
         with torch.no_grad():
-            text(named_ids(model, 1, PROMPT), use_cache=False)
-        return [inspect.signature(text.forward), found]
+            owner(named_ids(model, 1, PROMPT), use_cache=False)
+        return [*steps, inspect.signature(owner.forward), found]
     finally:
         for hook in hooks:
             hook.remove()
@@ -569,6 +609,8 @@ USES: dict[str, Use] = {
     "eager_function": eager_function,
     "mask_function": mask_function,
     "mask_maker": mask_maker,
+    "softmax_of_eager": softmax_of_eager,
+    "rotation": rotation,
     "class_forward": class_forward,
     "layer_class_forward": layer_class_forward,
     "eager_in_one_layer": eager_in_one_layer,
@@ -579,6 +621,7 @@ USES: dict[str, Use] = {
     "skip_second_in_prefill": skipping(1, lambda step: step == 0),
     "skip_first_at_times": skipping(0, lambda step: step % 3 == 1),
     "skipped_attention": skipped_attention,
+    "proxied_layer": proxied_layer,
     "replaced_layer": replaced_layer,
     "wrapped_layer": wrapped_layer,
     "wrapped_attention": wrapped_attention,
@@ -588,14 +631,17 @@ USES: dict[str, Use] = {
     "attention_is_seen": seen_by(lambda model: sliding(model).self_attn),
     "eager_layer_is_seen": seen_by(sliding, "eager"),
     "eager_attention_is_seen": seen_by(lambda model: sliding(model).self_attn, "eager"),
-    "static_attention_is_seen": seen_by(
-        lambda model: sliding(model).self_attn, "eager", cache_implementation="static", disable_compile=True
-    ),
+    "static_attention_is_seen": seen_by(lambda model: sliding(model).self_attn, "eager", **STATIC),
     "read_weights": read_weights,
     "read_weights_of_all_modules": read_weights_of_all_modules,
     "edited_mask": edited_mask,
     "changed_output": changed_output,
-    "text_model_arguments": text_model_arguments,
+    "text_model_arguments": model_arguments(text_model),
+    "inner_model_arguments": model_arguments(lambda model: model.model),
+    "model_arguments": model_arguments(lambda model: model),
+    "text_model_arguments_static": model_arguments(text_model, **STATIC),
+    "inner_model_arguments_static": model_arguments(lambda model: model.model, **STATIC),
+    "model_arguments_static": model_arguments(lambda model: model, **STATIC),
     "calibrated": calibrated,
     "calibrated_by_a_hook": calibrated_by_a_hook,
     "wrapped_embedding": embedding(Wrap, "sdpa"),

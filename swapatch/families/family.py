@@ -23,6 +23,8 @@ class Family(ABC):
     """One family, without state: an instance stands in its module as ``FAMILY``.
 
     Attributes:
+        modeling: transformers' file of the family, whose functions are looked up there when they are called: somebody
+            may have replaced one.
         model_type: of the text config.
         outer_type: of the config around it, where there are images or sound; None for a family of text alone.
         config: class of the text config.
@@ -32,6 +34,7 @@ class Family(ABC):
         types_name: its argument for token types.
     """
 
+    modeling: ClassVar[Any]
     model_type: ClassVar[str]
     outer_type: ClassVar[str | None] = None
     config: ClassVar[type[PreTrainedConfig]]

@@ -13,6 +13,7 @@ from .family import Family, Masks, Projected
 class Gemma3(Family):
     """See :class:`.Family`."""
 
+    modeling = modeling
     model_type = "gemma3_text"
     outer_type = "gemma3"
     config = modeling.Gemma3TextConfig
@@ -30,7 +31,7 @@ class Gemma3(Family):
         query = attention.q_norm(attention.q_proj(hidden).view(heads).transpose(1, 2))
         key = attention.k_norm(attention.k_proj(hidden).view(heads).transpose(1, 2))
         value = attention.v_proj(hidden).view(heads).transpose(1, 2)
-        query, key = modeling.apply_rotary_pos_emb(query, key, cos, sin)
+        query, key = self.modeling.apply_rotary_pos_emb(query, key, cos, sin)
         return query, key, value
 
     def masks(self, config: Any, types: Tensor | None, *, ahead: bool, **call: Any) -> Masks:

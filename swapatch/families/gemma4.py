@@ -13,6 +13,7 @@ from .family import Family, Masks, Projected
 class Gemma4(Family):
     """See :class:`.Family`."""
 
+    modeling = modeling
     model_type = "gemma4_text"
     outer_type = "gemma4"
     config = modeling.Gemma4TextConfig
@@ -25,11 +26,11 @@ class Gemma4(Family):
         heads = (*hidden.shape[:2], -1, attention.head_dim)
         # [batch, tokens, heads * head_dim] -> [batch, heads, tokens, head_dim]
         query = attention.q_norm(attention.q_proj(hidden).view(heads))
-        query = modeling.apply_rotary_pos_emb(query, cos, sin, unsqueeze_dim=2).transpose(1, 2)
+        query = self.modeling.apply_rotary_pos_emb(query, cos, sin, unsqueeze_dim=2).transpose(1, 2)
         if attention.is_kv_shared_layer:
             return query, None, None
         key = attention.k_norm(attention.k_proj(hidden).view(heads))
-        key = modeling.apply_rotary_pos_emb(key, cos, sin, unsqueeze_dim=2).transpose(1, 2)
+        key = self.modeling.apply_rotary_pos_emb(key, cos, sin, unsqueeze_dim=2).transpose(1, 2)
         value = attention.v_norm(attention.v_proj(hidden).view(heads)).transpose(1, 2)
         return query, key, value
 

@@ -14,6 +14,7 @@ from .gemma4 import Gemma4
 class Gemma4Unified(Gemma4):
     """See :class:`.Family`."""
 
+    modeling = modeling
     model_type = "gemma4_unified_text"
     outer_type = "gemma4_unified"
     config = modeling.Gemma4UnifiedTextConfig
