@@ -356,8 +356,10 @@ def _leave(call: dict[str, Any], output: Any) -> None:
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, ``self`` left out."""
-    call = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
-    call.pop("self", None)
+    call = dict(kwargs)
+    if args:  # else there is no need to look for names, which takes a while
+        call = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+        call.pop("self", None)
     return call
 
 

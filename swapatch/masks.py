@@ -71,8 +71,8 @@ def global_mask(
 ) -> Tensor | None:
     """What stock hands to its global layers for this call, made by transformers itself.
 
-    transformers makes the masks of both kinds of layer at once. So it is shown a cache whose sliding layers are
-    narrowed down to one key, and the sliding mask it makes on the side is thrown away.
+    With images transformers makes the masks of both kinds of layer at once. So it is shown a cache whose sliding layers
+    are narrowed down to one key, and the sliding mask it makes on the side is thrown away.
 
     Args:
         family: of the model.
@@ -89,7 +89,7 @@ def global_mask(
         return None
     call = {"inputs_embeds": like, "attention_mask": padding}
     if cache is None and types is None:
-        return family.global_mask(config, position_ids=positions, **call)
+        return family.global_mask(config, position_ids=positions, **{CACHE_NAME: None}, **call)
     tokens = like.shape[1]
     own = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "is_sliding", None) is False]
     if own:
@@ -97,6 +97,8 @@ def global_mask(
     else:  # no layers yet, or a cache that hides them: transformers asks for the first one then
         size, first = (tokens, 0) if cache is None else cache.get_mask_sizes(tokens, 0)
         full = _Range(seen, Span(first, first + size), is_sliding=False)
+    if types is None:
+        return family.global_mask(config, **{CACHE_NAME: Cache(layers=[full])}, **call)
     last = seen + tokens - 1
     ranges = Cache(layers=[full, _Range(seen, Span(last, last + 1), is_sliding=True)])
     return family.masks(config, types, ahead=ahead, **call, **{CACHE_NAME: ranges})[GLOBAL]

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 
-from .._compat import CACHE_NAME
 from ..plan import GLOBAL, SLIDING, UNPATCHED, ModelPlan, layers_of, refuse, window_of
 
 Projected = tuple[Tensor, Tensor | None, Tensor | None]
@@ -79,8 +78,8 @@ class Family(ABC):
         return masks
 
     def global_mask(self, config: Any, **call: Any) -> Tensor | None:
-        """The mask of global layers that the text model makes without a cache, packed sequences and all."""
-        mask: Tensor | None = create_causal_mask(config=config, **{CACHE_NAME: None}, **call)
+        """The mask of global layers that the text model makes, packed sequences and all."""
+        mask: Tensor | None = create_causal_mask(config=config, **call)
         return mask
 
     def example(self, window: int) -> Any:
