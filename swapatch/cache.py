@@ -9,11 +9,18 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticSlidingWindowLayer,
+)
 
 from ._compat import reset_layer
 from ._errors import CacheStateError, UnsupportedModelError, explain
 from .families import plan_model
+from .foreign import is_known
 from .layers import LAYOUTS, SlidingLayer, check_layout, to_remove
 from .plan import ModelPlan, text_config
 
@@ -70,13 +77,19 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def sliding(self) -> list[SlidingLayer]:
-        """The layers with a bounded buffer."""
-        return [cast(SlidingLayer, self.layers[index]) for index in self._owners]
+        """The layers with a bounded buffer: all that slide and hold rows, unless somebody has put in others."""
+        owners = (self.layers[index] for index in self._owners)
+        return [layer for layer in owners if isinstance(layer, SlidingLayer)]
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether all sliding layers are; else it is a cache like any other."""
+        return len(self.sliding) == len(self._owners)
 
     @property
     def has_own_update(self) -> bool:
         """Whether somebody has put something else in the place of ``update``, here or on a sliding layer."""
-        replaced = type(self).update is not _UPDATE or "update" in vars(self)
+        replaced = "update" in vars(self) or not is_known(type(self).update)
         return replaced or any("update" in vars(layer) for layer in self.sliding)
 
     def lengths(self) -> list[int]:
@@ -104,7 +117,9 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
             ValueError: for a positive number, unless the installed transformers takes it for a length.
             CacheStateError: when a sliding layer has evicted rows that would be visible again.
         """
-        super().crop(-to_remove(self.sliding, tokens_to_remove))
+        for layer in self.sliding:
+            layer.settle()
+        super().crop(-to_remove(self.sliding, tokens_to_remove, int(self.get_seq_length())))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch; refused with static global layers, which have no such verb."""
@@ -135,11 +150,15 @@ class StaticCompactCache(CompactCache, StaticCache):  # type: ignore[misc]  # tr
     """A compact cache of fixed size."""
 
 
-_UPDATE = Cache.update
-
-
 def make_cache(config: Any, **options: Any) -> CompactCache | None:
-    """A compact cache, or None when the config has no sliding layer by now, as while a model drafts with few layers."""
+    """A compact cache in the place of one of stock's, or None where it would not do.
+
+    That is when the config has no sliding layer by now, as while a model drafts with few layers, or when somebody has
+    changed what stock's layers do with their rows.
+    """
+    stock = StaticSlidingWindowLayer if options.get("max_cache_len") else DynamicSlidingWindowLayer
+    if not all(is_known(getattr(stock, name)) for name in ("update", "get_mask_sizes", "lazy_initialization")):
+        return None
     try:
         return CompactCache(config, **options)
     except UnsupportedModelError:

@@ -92,6 +92,10 @@ class ModelForward:
         return inspect.signature(self._stock)
 
     @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._stock
+
+    @property
     def _stock(self) -> Callable[..., Any]:
         if self.before is not None:
             return self.before  # type: ignore[no-any-return]
@@ -102,10 +106,19 @@ class ModelForward:
         given = [call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None]
         if len(given) != 1 or len(args) > len(self.names):
             return self._stock(*args, **kwargs)
-        self._enter(call, given[0])
-        output = self._stock(**call)
-        if self.is_text:
-            _leave(call, output)
+        if is_known(self._stock):
+            self._enter(call, given[0])
+            args, kwargs = (), call
+        elif self.is_text:  # whoever has wrapped it is shown the call as it is
+            self.options.calls.count("stock", "somebody's own forward of the text model")
+        if not self.is_text:
+            return self._stock(*args, **kwargs)
+        try:
+            output = self._stock(*args, **kwargs)
+        except BaseException:
+            _take_back(call)
+            raise
+        _leave(call, output)
         return output
 
     def _enter(self, call: dict[str, Any], given: Tensor) -> None:
@@ -218,7 +231,7 @@ def begin(options: Options, config: Any, asked: Request) -> dict[str, Any] | Lef
         return place
     if padding is not None and not (isinstance(padding, Tensor) and padding.ndim == 2):
         return Left("a ready-made mask")
-    seen, first_key = place
+    seen, keys = place
     segments = None
     if cache is None and padding is not None and padding.shape[1] != tokens:
         return Left("a mask for other tokens than those of the call, and no cache")
@@ -237,7 +250,7 @@ def begin(options: Options, config: Any, asked: Request) -> dict[str, Any] | Lef
         window=config.sliding_window,
         cache=cache,
         queries=queries,
-        first_key=first_key,
+        keys=keys,
         like=like,
         padding=padding,
         segments=segments,
@@ -254,22 +267,23 @@ def begin(options: Options, config: Any, asked: Request) -> dict[str, Any] | Lef
     return {GLOBAL: full, SLIDING: step}
 
 
-def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, int] | Left:
-    """Tokens that the sliding layers of a cache have seen, and the position of the first row they will return."""
+def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, Span] | Left:
+    """Tokens that the sliding layers of a cache have seen, and the positions of the rows that they will return."""
     if cache is None:
-        return 0, 0
+        return 0, Span(0, tokens)
     if not hasattr(cache, "get_mask_sizes"):
         return Left(f"a {type(cache).__name__}, which does not say which rows it returns")
-    if isinstance(cache, CompactCache):
-        seen = cache.sliding[0].seen
-        return seen, cache.sliding[0].get_mask_sizes(tokens)[1]
+    if isinstance(cache, CompactCache) and cache.is_bounded:
+        rows, first = cache.sliding[0].get_mask_sizes(tokens)
+        return cache.sliding[0].seen, Span(first, first + rows)
     if tokens == 1 and getattr(cache, "is_compileable", False):
         return Left(f"one token over a {type(cache).__name__}, whose steps have one shape as they are")
     layer = list(config.layer_types).index(SLIDING)
     seen = cache.get_query_offset(layer)
     if isinstance(seen, Tensor) and traced:
         return Left(f"a {type(cache).__name__} that counts on the device, in a compiled graph")
-    return int(seen) if isinstance(seen, Tensor) else seen, cache.get_mask_sizes(tokens, layer)[1]
+    rows, first = cache.get_mask_sizes(tokens, layer)
+    return int(seen) if isinstance(seen, Tensor) else seen, Span(first, first + rows)
 
 
 def why_stock(call: dict[str, Any], config: Any, options: Options, between: tuple[nn.Module, ...] = ()) -> Left | None:
@@ -289,8 +303,8 @@ def why_stock(call: dict[str, Any], config: Any, options: Options, between: tupl
         return Left("attention weights are wanted")
     if (getattr(config, "is_causal", True) if call.get("is_causal") is None else call["is_causal"]) is False:
         return Left("is_causal=False")
-    if not is_known(type(options.text).forward):
-        return Left("somebody's own forward of the text model")
+    if torch._C._get_tracing_state() is not None:
+        return Left("torch.jit.trace")
     if any(map(sees_call, between)):
         return Left("somebody who sees the masks on their way")
     reason = hand_in(config, options.family, options.text, forward)
@@ -316,6 +330,10 @@ def enter(cache: CompactCache, config: Any, batch: int) -> Left | None:
                 "make one from it: swapatch.CompactCache(model)",
             )
         )
+    for layer in cache.sliding:
+        layer.settle()
+    if not cache.is_bounded:
+        return None
     layers, lengths = cache.sliding, cache.lengths()
     if cache.begun not in (None, lengths) or any(layer.torn for layer in layers):
         raise CacheStateError(
@@ -327,7 +345,6 @@ def enter(cache: CompactCache, config: Any, batch: int) -> Left | None:
             )
         )
     for layer in layers:
-        layer.settle()
         layer.leave_inference_mode()
     held = next((layer.key_rows.shape[0] for layer in layers if layer.seen), batch)
     if held != batch:
@@ -343,15 +360,22 @@ def enter(cache: CompactCache, config: Any, batch: int) -> Left | None:
 
 
 def _leave(call: dict[str, Any], output: Any) -> None:
-    """After the text model's forward: the step is done, its tokens count."""
+    """After the text model's forward."""
     step, cache = _sliding_mask(call), cache_in(call)
     if isinstance(step, Step):
-        step.done = True
         shared = getattr(output, "shared_kv_states", None)
         if shared and SLIDING in shared:
             shared[SLIDING] = step.time_order(cache, *shared[SLIDING])
     if isinstance(cache, CompactCache):
         cache.begun = None
+
+
+def _take_back(call: dict[str, Any]) -> None:
+    """The text model's forward failed: a token that was written in place was not seen."""
+    step, cache = _sliding_mask(call), cache_in(call)
+    if isinstance(step, Step) and isinstance(cache, CompactCache):
+        for layer in cache.sliding:
+            layer.take_back(step)
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as modules
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import masking_utils
 
 from .attention.windowed import is_replaced
 from .families import Family
@@ -32,8 +33,18 @@ _MASK_MAKERS = (
     "create_sliding_window_causal_mask",
     "create_masks_for_generate",
     "create_causal_mask_mapping",
+    "create_masks_for_vision_model",
+    "get_block_sequence_ids_for_mask",
+    "causal_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_causal_mask_function",
+    "padding_mask_function",
+    "packed_sequence_mask_function",
+    "blockwise_overlay",
+    "and_masks",
+    "or_masks",
 )
-"""Functions of a model's file that make its masks; not every family has all."""
+"""Functions that make masks, in a model's file and in transformers' own; neither has all, in any version."""
 
 
 def is_known(function: Any) -> bool:
@@ -45,11 +56,20 @@ def is_known(function: Any) -> bool:
     (True, False)
     """
     while function is not None:
+        if isinstance(function, nn.Module):
+            function = function.forward
         code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-        if code is not None and not code.co_filename.startswith(_KNOWN):  # without code: built in
+        if not (code.co_filename.startswith(_KNOWN) if code else _is_built_in(function)):
             return False
         function = next((inner for name in _INNER if (inner := getattr(function, name, None)) is not None), None)
     return True
+
+
+def _is_built_in(function: Any) -> bool:
+    """Of what has no code of Python's: whether it is torch's, or part of the language, as a bound method is."""
+    owner = getattr(function, "__self__", None)
+    module = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or type(function).__module__
+    return str(module).partition(".")[0] in ("torch", "builtins", "functools")
 
 
 def hand_in(config: Any, family: Family, text: Any, forward: Any) -> str | None:
@@ -72,8 +92,8 @@ def _in_functions(config: Any, family: Family) -> str | None:
         used += [file.repeat_kv, torch.matmul, functional.softmax, functional.dropout]
     if not all(map(is_known, used)):
         return f"somebody's own function in the place of {name!r} attention"
-    makers = [getattr(file, maker, None) for maker in _MASK_MAKERS]
-    if not all(map(is_known, (ALL_MASK_ATTENTION_FUNCTIONS[name], *makers))):
+    makers = [getattr(where, maker, None) for where in (file, masking_utils) for maker in _MASK_MAKERS]
+    if not all(map(is_known, (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name], *makers))):
         return "somebody's own function in the place of one that makes masks"
     if is_replaced() and (name != "sdpa" or torch.compiler.is_compiling()):
         return "somebody's own function in the place of torch's, and eager attention or a compiled call"
@@ -85,9 +105,10 @@ def _in_layers(config: Any, text: Any, forward: Any) -> Iterator[str]:
     weights = implementation == "eager"
     if any(not is_known(hook) for hook in _global_hooks(weights)):
         yield "a hook on all modules that sees masks or weights"
+    shares = getattr(config, "num_kv_shared_layers", 0)
     classes: set[type] = set()  # that are known: a model has two here, and many layers
     for index, (kind, layer) in enumerate(zip(config.layer_types, text.layers, strict=False)):
-        if kind != SLIDING:
+        if kind != SLIDING and not shares:  # what sliding layers share with each other, the others are shown
             continue
         attention = layer._modules.get("self_attn") or getattr(layer, "self_attn", None)
         if "forward" in vars(layer) and not is_known(_run_by(layer)):
@@ -96,10 +117,12 @@ def _in_layers(config: Any, text: Any, forward: Any) -> Iterator[str]:
             yield f"{reason} in layer {index}"
         if attention is None:
             continue
-        if getattr(_run_by(attention), "__func__", None) is not forward:
-            yield f"somebody's own forward of the attention in layer {index}"
         if reason := _on(attention, weights, classes):
             yield f"{reason} in layer {index}"
+        if kind != SLIDING:
+            continue
+        if getattr(_run_by(attention), "__func__", None) is not forward:
+            yield f"somebody's own forward of the attention in layer {index}"
         if attention.config is not config and attention.config._attn_implementation != implementation:
             yield f"{attention.config._attn_implementation!r} attention in layer {index}"
         if attention.training and attention.attention_dropout:
@@ -112,7 +135,7 @@ def _on(module: Any, weights: bool, classes: set[type]) -> str | None:
     """What is somebody's on a module: its class, or a hook that is shown masks or ``weights``."""
     own, cls = vars(module), type(module)
     if cls not in classes:
-        if not (hasattr(cls, "forward") and is_known(cls.forward)):
+        if not (hasattr(cls, "forward") and is_known(cls.forward) and is_known(cls.__call__)):
             return f"somebody's own {cls.__name__}"
         classes.add(cls)
     hooked = own["_forward_pre_hooks_with_kwargs"] or own["_forward_hooks_with_kwargs"] or "_hf_hook" in own

@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from ._compat import CACHE_NAME, cache_in
 from .cache import CompactCache, make_cache
 from .entry import Left, Options, Request, begin, by_name, enter, kind_of, why_stock
+from .foreign import is_known
 from .plan import SLIDING, text_config
 from .switch import is_disabled
 
@@ -85,6 +86,8 @@ class StepMaker:
         like = call["inputs_embeds"]
         if cache is None:
             return Left("masks asked for without a cache")
+        if not is_known(self.between[0].prepare_inputs_for_generation):
+            return Left("somebody's own preparation of the inputs")
         if isinstance(reason := why_stock(call, config, self.options, self.between), Left):
             return reason
         if isinstance(cache, CompactCache) and isinstance(uneven := enter(cache, config, like.shape[0]), Left):

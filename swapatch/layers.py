@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ._compat import CROPS_TO_LENGTH
 from ._errors import CacheStateError, explain
@@ -61,6 +61,9 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def __init__(self, window: int, max_cache_len: int | None = None) -> None:
         self._lent: list[Tensor | None] | None = None
+        self.step: Any = None  # the last step that wrote a row in place, until the next one
+        self._seen = self._recorded = self.origin = 0
+        self.record_past = False
         super().__init__()
         self.sliding_window = window
         self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
@@ -69,12 +72,6 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.least = 0
         if max_cache_len is not None:
             self.least = self.max_cache_len = min(window, max_cache_len)
-        self.step: Any = None  # the last step that wrote a row in place, until it is counted
-        self.seen = 0
-        self.origin = 0
-        # `recorded` counts the tokens that a crop must be able to take back, so nothing they need is forgotten.
-        self.record_past = False
-        self.recorded = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(window={self.sliding_window}, rows={self.rows}, seen={self.seen})"
@@ -110,16 +107,26 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     @property
     def seen(self) -> int:
-        """Tokens seen so far. One that a step wrote in place counts from the moment the step is done."""
-        if self.step is not None and self.step.done:
-            self.seen, step = self.step.queries.stop, self.step
-            if self.record_past:
-                self.recorded += step.queries.size
-        return self._seen
+        """Tokens seen so far, with the one that a step has written in place."""
+        return self._seen if self.step is None else int(self.step.queries.stop)
 
     @seen.setter
     def seen(self, tokens: int) -> None:
-        self._seen, self.step = tokens, None
+        self._recorded, self._seen, self.step = self.recorded, tokens, None
+
+    @property
+    def recorded(self) -> int:
+        """Tokens that a crop must be able to take back, so nothing they need is forgotten."""
+        return self._recorded + (self.record_past and self.step is not None)
+
+    @recorded.setter
+    def recorded(self, tokens: int) -> None:
+        self._recorded, self._seen, self.step = tokens, self.seen, None
+
+    def take_back(self, step: Any) -> None:
+        """A step failed on its way through the model: the row that it may have written here never was."""
+        if self.step is step:
+            self.step = self._lent = None
 
     # -- storage --
 
@@ -141,6 +148,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Make sure that ``tokens`` more rows can be written: forget what may go, grow only while recording."""
         if not torch.compiler.is_compiling():  # which cannot tell, and has this done before the graph
             self.leave_inference_mode()
+        self.seen = self.seen  # the row of the last step is counted for good
         stop = self.seen + tokens
         takeback = self.recorded + tokens if self.record_past else 0
         keep = past(stop - takeback, self.sliding_window).start
@@ -181,8 +189,9 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put something else in the place of both buffers."""
-        self.settle()
-        if self.rows:
+        if not self.settle():
+            self.keys, self.values = change(self.keys), change(self.values)
+        elif self.rows:
             self.key_rows, self.value_rows = change(self.key_rows), change(self.value_rows)
 
     def read(self, positions: Span) -> tuple[Tensor, Tensor]:
@@ -238,9 +247,6 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         As transformers' own layers hold them: the last ``W - 1`` and those that are recorded; in a cache of fixed size
         the last ``W``, or all with zeros behind them. They are lent: what is written into them, or set in their place,
         counts from the next use of the layer on; then they are a copy like any other.
-
-        Raises:
-            CacheStateError: on that next use, when what was set in their place are not as many rows.
         """
         return self._lend()[0]
 
@@ -277,31 +283,53 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         if self._lent is None:
             if not self.rows:
                 return [None, None]
-            self._lent = [_padded(rows, self.least).clone() for rows in self.read(self.shown)]
+            with torch.inference_mode(False):  # who reads in that mode may go on outside of it
+                self._lent = [_padded(rows, self.least).clone() for rows in self.read(self.shown)]
         return self._lent
 
-    def settle(self) -> None:
-        """Take back what was lent, with what was written into it."""
+    def settle(self) -> bool:
+        """Take back what was lent, with what was written into it; says whether this is a bounded layer still.
+
+        With another number of rows than was lent it goes on as transformers' own layer, which attends whatever there
+        is as long as it needs no mask.
+        """
         if self._lent is None:
-            return
+            return True
         (keys, values), self._lent = self._lent, None
         if keys is None or values is None:
             self.key_rows = self.value_rows = None
-            return
+            return True
         shown = self.shown
         if {keys.shape[2], values.shape[2]} != {max(shown.size, self.least)}:
+            self._hand_over(keys, values)
+            return False
+        # The count may have been set as well, to that of rows which lie elsewhere by now.
+        fits = self.origin <= shown.start and shown.stop - self.origin <= self.rows
+        rows = max(self.rows, self.base_rows(self.sliding_window), ceil64(shown.size))
+        for name, given in (("key_rows", keys), ("value_rows", values)):
+            buffer = getattr(self, name)
+            if buffer is None or not fits or not _alike(buffer, given):  # of another batch, dtype or device
+                setattr(self, name, zeros_like_rows(given, rows))
+        self.origin = self.origin if fits else shown.start
+        self._fill(shown, keys[:, :, : shown.size], values[:, :, : shown.size])
+        return True
+
+    def _hand_over(self, keys: Tensor, values: Tensor) -> None:
+        if self.least:
             raise CacheStateError(
                 explain(
                     f"{keys.shape[2]} rows of keys and {values.shape[2]} of values put into a {self}",
-                    f"{max(shown.size, self.least)} of each",
+                    f"{self.least} of each, as in any cache of fixed size",
                     "call crop(-n) to take tokens back, update(...) to add some",
                 )
             )
-        for name, rows in (("key_rows", keys), ("value_rows", values)):
-            buffer = getattr(self, name)
-            if buffer is None or not _alike(buffer, rows):  # of another batch, dtype or device
-                setattr(self, name, zeros_like_rows(rows, max(self.rows, self.base_rows(self.sliding_window))))
-        self._fill(shown, keys[:, :, : shown.size], values[:, :, : shown.size])
+        window, seen, recording = self.sliding_window, self.seen, self.record_past
+        self.__dict__.clear()
+        layer: Any = self
+        layer.__class__ = DynamicSlidingWindowLayer  # the same object, for somebody may hold it
+        layer.__init__(window)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values, layer.cumulative_length, layer.record_past = keys, values, seen, recording
 
     # -- what transformers asks of a layer --
 
@@ -310,7 +338,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
         In a cache of fixed size at least as many rows as a reader finds, with zeros behind them.
         """
-        self.settle()
+        if not self.settle():
+            return self.update(key_states, value_states, *args, **kwargs)
         keys, values = key_states, value_states
         if self.seen:
             past_keys, past_values = self.past()
@@ -360,10 +389,11 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             ValueError: for a positive number with any other transformers.
             CacheStateError: when rows that would be visible again are gone.
         """
-        tokens = to_remove([self], tokens_to_remove)
+        if not self.settle():
+            return self.crop(tokens_to_remove)
+        tokens = to_remove([self], tokens_to_remove, self.seen)
         if not self.is_initialized:
-            return
-        self.settle()
+            return None
         left = self.seen - tokens
         self._fill(Span(max(left, self.origin), self.seen), 0.0, 0.0)
         self.seen, self.recorded = left, 0
@@ -372,6 +402,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         rows = self.base_rows(self.sliding_window)
         if self.rows > rows:
             self._move(max(self.origin, past(left, self.sliding_window).start), rows)
+        return None
 
     def reset(self) -> None:
         """Forget everything: as good as new, for any batch size."""
@@ -459,14 +490,13 @@ def check_layout(layout: str) -> None:
         raise ValueError(explain(f"layout={layout!r}", " or ".join(map(repr, LAYOUTS)), "pass one of these"))
 
 
-def to_remove(layers: list[SlidingLayer], tokens_to_remove: int) -> int:
-    """How many tokens ``crop(tokens_to_remove)`` takes back from these layers, all of which can do it.
+def to_remove(layers: list[SlidingLayer], tokens_to_remove: int, seen: int) -> int:
+    """How many of ``seen`` tokens ``crop(tokens_to_remove)`` takes back from these layers, all of which can do it.
 
     Raises:
         ValueError: for a positive number, where the installed transformers takes none.
         CacheStateError: when rows that would be visible again are gone.
     """
-    seen = max((layer.seen for layer in layers), default=0)
     asked = int(tokens_to_remove)  # assisted decoding counts in tensors
     if asked > 0 and not CROPS_TO_LENGTH:
         raise ValueError(explain(f"crop({asked})", "0 or a negative number", "call crop(-n) to take n tokens back"))

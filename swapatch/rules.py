@@ -130,8 +130,11 @@ class Rule:
             yield Rectangle(_shift(part, queries.start), _shift(reach, keys.start), mask)
 
     def is_causal_square(self, queries: Span, keys: Span) -> bool:
-        """Whether the window leaves out nothing, so that one causal square says it all."""
-        square = queries.start == keys.start and queries.size <= min(self.window, keys.size)
+        """Whether the window leaves out nothing, so that one causal square says it all.
+
+        Not for a whole window: transformers makes a mask for it.
+        """
+        square = queries.start == keys.start and queries.size <= min(self.window - 1, keys.size)
         return square and self.shifts_alike(queries, queries)
 
     @cached_property

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ._compat import cache_in
 from ._errors import CacheStateError, explain
-from .attention import window_attention
-from .attention.windowed import Attend, rows_of
+from .attention import KERNELS, window_attention
+from .attention.windowed import Attend, explicit, rows_of
 from .families import Family
 from .geometry import Span
 from .layers import SlidingLayer
@@ -116,7 +116,6 @@ class Step(MaskPose):
         self.family = family
         self.rule = rule
         self.queries = queries
-        self.done = False
 
     @abstractmethod
     def run(self, call: LayerCall) -> Tensor:
@@ -161,20 +160,20 @@ class WindowStep(AttendingStep):
 
     Args:
         family, rule, queries: as for :class:`Step`.
-        first_key: position of the first row that the cache will return.
+        keys: positions of the rows that the cache will return.
         kernel: one of :data:`swapatch.attention.KERNELS`.
         block: queries in one block.
     """
 
-    def __init__(self, family: Family, rule: Rule, queries: Span, first_key: int, kernel: str, block: int) -> None:
+    def __init__(self, family: Family, rule: Rule, queries: Span, keys: Span, kernel: str, block: int) -> None:
         super().__init__(family, rule, queries)
-        self.first_key = first_key
+        self.keys = keys
         self.kernel = kernel
         self.block = block
 
     def part(self, start: int) -> WindowStep:
         queries = Span(self.queries.start + start, self.queries.stop)
-        return WindowStep(self.family, self.rule, queries, self.first_key, self.kernel, self.block)
+        return WindowStep(self.family, self.rule, queries, self.keys, self.kernel, self.block)
 
     def attend(
         self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None
@@ -183,33 +182,40 @@ class WindowStep(AttendingStep):
             key, value = call.borrowed
         elif call.cache is not None:
             key, value = call.cache.update(key, value, call.layer.layer_idx)
-        keys = Span(self.first_key, self.first_key + key.shape[2])
-        if keys.stop < self.queries.stop:
-            raise CacheStateError(
-                explain(
-                    f"{key.shape[2]} rows from {type(call.cache).__name__}.update",
-                    f"{self.queries.stop - self.first_key} rows, as its get_mask_sizes says",
-                    "pass a cache whose two methods agree, or none",
-                )
-            )
+        if call.cache is not None and key.shape[2] != self.keys.size:
+            return self._attend_others(call, query, key, value), key, value
         out = window_attention(
             query,
             key,
             value,
             self.rule,
             self.queries,
-            keys,
+            self.keys,
             call.layer.scaling,
             kernel=self.kernel,
             block=self.block,
         )
         return out, key, value
 
+    def _attend_others(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Rows that somebody has added to those of the cache, or left of them: where transformers makes no mask."""
+        sdpa = call.layer.config._attn_implementation == "sdpa"
+        masked = self.keys.size >= self.rule.window or self.rule.hidden(self.keys) is not None
+        if not sdpa or masked or self.rule.types is not None or self.queries.size > 1:
+            raise CacheStateError(
+                explain(
+                    f"{key.shape[2]} rows from {type(call.cache).__name__}.update",
+                    f"{self.keys.size} rows, as its get_mask_sizes says",
+                    "pass a cache whose two methods agree, or none",
+                )
+            )
+        return KERNELS[self.kernel](query, key, value, None, False, call.layer.scaling).transpose(1, 2)
+
 
 class RowStep(AttendingStep):
     """One token: written in place into the buffers of a compact cache, which are attended as they lie.
 
-    The counters of the layers move on only when the step is done, all at once.
+    A layer counts the token as soon as it is written, and takes it back if the step fails on its way.
 
     Args:
         family, rule, queries: as for :class:`Step`.
@@ -239,6 +245,7 @@ class RowStep(AttendingStep):
             keys, values = call.borrowed
         else:
             buffer, row = call.cache.layers[call.layer.layer_idx], self.row
+            buffer.settle()
             buffer.step = self
             buffer.widen(key, value)
             buffer.key_rows[:, :, row : row + 1] = key
@@ -256,9 +263,9 @@ class RowStep(AttendingStep):
 
     def _make_mask(self, like: Tensor) -> Tensor | None:
         if self.positions is None:
-            return None if self.rule.hidden(self.keys) is None else self.rule.additive(self.queries, self.keys, like)
+            return explicit(self.rule.additive(self.queries, self.keys, like), like, self.rows.size, self.rule)
         if self.rows.size == self.rule.window and self.rule.hidden(self.keys) is None:
-            return None
+            return explicit(None, like, self.rows.size, self.rule)
         return self.rule.row_mask(self.queries.start, self.positions, like)
 
     def time_order(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

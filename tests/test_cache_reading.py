@@ -9,7 +9,7 @@ import pytest
 import torch
 from compare import assert_same_logits, cache_key, cache_of, forced, greedy
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer, StaticCache
 from zoo import BY_NAME, Model, Species, named_ids, text_config
 
 import swapatch
@@ -161,14 +161,127 @@ def test_merged_caches(model_kind: Species, prompt: int, how: str, layout: str) 
     return None
 
 
-def test_rows_of_another_number_are_refused(layout: str) -> None:
+def with_rows(cache: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Other rows in all sliding layers that have some."""
+    for layer in cache.layers:
+        if getattr(layer, "is_sliding", False) and layer.keys is not None and layer.keys.numel():
+            layer.keys, layer.values = change(layer.keys), change(layer.values)
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "prepended": lambda rows: torch.cat([rows[:, :, :3] * 0.5, rows], dim=2),
+    "evicted": lambda rows: torch.cat([rows[:, :, :1], rows[:, :, -2:]], dim=2),
+}
+
+
+@pytest.mark.parametrize("own", (False, True), ids=("compact", "dynamic"))
+@pytest.mark.parametrize("how", OTHERS)
+@pytest.mark.parametrize("prompt", (6, 20))
+def test_rows_of_another_number(model_kind: Species, prompt: int, how: str, own: bool, layout: str) -> None:
+    """A prefix put before them, or some thrown out: stock attends what there is, as long as it needs no mask."""
+    model = model_kind.build(16)
+    ids = named_ids(model, 1, 40)
+    found: list[Any] = []
+    stock, ours = stock_and_compact(model, "dynamic", layout)
+    for cache, patched in ((stock, None), (dynamic(model) if own else ours, layout)):
+        logits: list[Any] = [feed(model, ids[:, :prompt], cache, patched)]
+        held = cache.layers[0]
+        with_rows(cache, OTHERS[how])
+        try:
+            logits += [feed(model, ids[:, i : i + 1], cache, patched) for i in range(prompt, prompt + 12)]
+        except RuntimeError:
+            logits.append(None)
+        assert cache.layers[0] is held
+        found.append(logits)
+    assert [part is None for part in found[0]] == [part is None for part in found[1]]
+    assert len(found[0]) > 2 or prompt == 20
+    for got, want in zip(found[1], found[0], strict=True):
+        if want is not None:
+            assert_same_logits(got, want)
+
+
+def test_rows_of_another_number_in_a_fixed_cache(layout: str) -> None:
+    model = BY_NAME["gemma3_text"].build(WINDOW)
+    cache = swapatch.CompactCache(model, max_cache_len=100, layout=layout)
+    feed(model, named_ids(model, 1, 30), cache, layout)
+    cache.sliding[0].keys = cache.sliding[0].keys[:, :, 1:]
+    with pytest.raises(swapatch.CacheStateError, match="7 rows of keys and 8 of values"):
+        feed(model, named_ids(model, 1, 1), cache, layout)
+
+
+@pytest.mark.parametrize("prompt", (3, 20))
+def test_read_and_edited_within_a_forward(model_kind: Species, kind: str, prompt: int, layout: str) -> None:
+    """By a hook that holds the cache: it finds what stock holds at that time, the new token included."""
+    model = model_kind.build(WINDOW)
+    ids = named_ids(model, 1, prompt + 12)
+    found = []
+    for cache, patched in zip(stock_and_compact(model, kind, layout), (None, layout), strict=True):
+        seen: list[Any] = []
+
+        def look(module: Any, args: Any, output: Any, cache: Any = cache, seen: list[Any] = seen) -> None:
+            layer = cache.layers[1]
+            seen.append([layer.keys.clone(), layer.get_seq_length(), cache.layers[-2].get_seq_length()])
+            layer.values[:, :, 0] *= 0.5
+
+        feed(model, ids[:, :prompt], cache, patched)
+        inner = getattr(model.model, "language_model", model.model)
+        hooks = [inner.layers[1].register_forward_hook(look), inner.norm.register_forward_hook(look)]
+        logits = [feed(model, ids[:, i : i + 1], cache, patched) for i in range(prompt, prompt + 6)]
+        for hook in hooks:
+            hook.remove()
+        logits += [feed(model, ids[:, i : i + 1], cache, patched) for i in range(prompt + 6, prompt + 12)]
+        found.append((torch.cat(logits, dim=1), seen))
+    assert_same_logits(found[1][0], found[0][0])
+    for got, want in zip(found[1][1], found[0][1], strict=True):
+        torch.testing.assert_close(got[0], want[0], atol=1e-4, rtol=0)
+        assert got[1:] == want[1:]
+
+
+@pytest.mark.parametrize("between", (3, 51, 200))
+def test_an_earlier_state_written_back(model_kind: Species, between: int, layout: str) -> None:
+    """A prefix that somebody saved by reading, restored into the same cache."""
+    model = model_kind.build(WINDOW)
+    ids = named_ids(model, 1, 230)
+    found = []
+    for cache, patched in zip(stock_and_compact(model, "dynamic", layout), (None, layout), strict=True):
+        feed(model, ids[:, :20], cache, patched)
+        saved = [(layer.keys, layer.values, getattr(layer, "cumulative_length", None)) for layer in cache.layers]
+        feed(model, ids[:, 20 : 20 + between], cache, patched)
+        for layer, (keys, values, count) in zip(cache.layers, saved, strict=True):
+            if keys is not None:
+                layer.keys, layer.values = keys, values
+                if count is not None:
+                    layer.cumulative_length = count
+        found.append([feed(model, ids[:, i : i + 2], cache, patched) for i in range(20, 60, 2)])
+    for got, want in zip(found[1], found[0], strict=True):
+        assert_same_logits(got, want)
+
+
+@pytest.mark.parametrize("steps", (1, 3))
+def test_a_layer_of_somebody_else_put_in(model_kind: Species, steps: int, layout: str) -> None:
+    model = model_kind.build(WINDOW)
+    ids = named_ids(model, 1, 60)
+    cache = swapatch.CompactCache(model, layout=layout)
+    want = feed(model, ids, dynamic(model), None)[:, 20:]
+    feed(model, ids[:, :20], cache, layout)
+    new = DynamicSlidingWindowLayer(WINDOW)
+    new.update(cache.layers[0].keys, cache.layers[0].values)
+    new.cumulative_length = 20
+    cache.layers[0] = new
+    got = [feed(model, ids[:, i : i + steps], cache, layout) for i in range(20, 59, steps)]
+    assert_same_logits(torch.cat(got, dim=1), want[:, : 39 // steps * steps])
+    assert next(iter(swapatch.report(cache).layers)).kind == "sliding"
+
+
+def test_read_in_inference_mode_and_on_outside(layout: str) -> None:
     model = BY_NAME["gemma3_text"].build(WINDOW)
     cache = swapatch.CompactCache(model, layout=layout)
-    feed(model, named_ids(model, 1, 30), cache, layout)
-    layer = cache.sliding[0]
-    layer.keys = layer.keys[:, :, 1:]
-    with pytest.raises(swapatch.CacheStateError, match="6 rows of keys and 7 of values"):
-        feed(model, named_ids(model, 1, 1), cache, layout)
+    feed(model, named_ids(model, 1, 20), cache, layout)
+    with torch.inference_mode():
+        cache.layers[0].keys.norm()
+    weight = torch.ones(1, requires_grad=True)
+    (cache.layers[0].keys * weight).sum().backward()
+    assert weight.grad is not None
 
 
 def test_iterated(model_kind: Species, layout: str) -> None:
@@ -302,33 +415,25 @@ def test_crop_as_stock(model_kind: Species, asked: int, layout: str) -> None:
 @pytest.mark.parametrize("asked", (-60, -50, -30, -7, 0))
 @pytest.mark.parametrize("recorded_from", (0, 5, 30))
 def test_crop_of_what_was_recorded(asked: int, recorded_from: int, layout: str) -> None:
-    """Fifty tokens, in calls of several, past the window of eight."""
+    """Fifty tokens, in calls of several, past the window of eight: as if those taken back had never been."""
     model = BY_NAME["gemma3_text"].build(WINDOW)
     ids = named_ids(model, 1, 70)
-    found: list[Any] = []
-    for cache, patched in zip(stock_and_compact(model, "dynamic", layout), (None, layout), strict=True):
-        if recorded_from:
-            feed(model, ids[:, :recorded_from], cache, patched)
-        cache.activate_past_recording()
-        for start in range(recorded_from, 50, 5):
-            feed(model, ids[:, start : start + 5], cache, patched)
-        try:
-            cache.crop(asked)
-            left = cache.get_seq_length()
-            found.append((left, feed(model, ids[:, left : left + 1], cache, patched) if left > 0 else None))
-        except RuntimeError as error:
-            found.append(error)
-    stock, ours = found
-    if asked == -30 and recorded_from == 30:  # more than was recorded: stock's rows no longer fit its masks
-        assert isinstance(stock, RuntimeError)
-    elif isinstance(ours, RuntimeError):  # stock takes back what it has no rows for, and goes on with fewer
-        assert 50 + asked < recorded_from
-    elif stock[0] >= 0:
-        assert ours[0] == stock[0]
-        if ours[1] is not None:
-            assert_same_logits(ours[1], stock[1])
-    else:
-        assert ours[0] == 0
+    cache = swapatch.CompactCache(model, layout=layout)
+    if recorded_from:
+        feed(model, ids[:, :recorded_from], cache, layout)
+    cache.activate_past_recording()
+    for start in range(recorded_from, 50, 5):
+        feed(model, ids[:, start : start + 5], cache, layout)
+    left = max(50 + asked, 0)
+    try:
+        cache.crop(asked)
+    except swapatch.CacheStateError:
+        assert 0 < left < recorded_from
+        return
+    assert cache.get_seq_length() == left
+    with torch.no_grad():
+        want = model(ids[:, : left + 3], use_cache=False).logits[:, left:]
+    assert_same_logits(feed(model, ids[:, left : left + 3], cache, layout), want)
 
 
 def test_recorded_tokens_of_many_calls(layout: str) -> None:

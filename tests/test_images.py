@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from zoo import SPECIES, Species, named_ids, text_model, token_type_key, token_types
 
 import swapatch
-from swapatch.geometry import Span
-from swapatch.step import RowStep, Step
+from swapatch.step import Step
 
 WINDOW = 16
 LENGTH = 70
@@ -53,7 +52,7 @@ def dense(mask: Any, batch: int, queries: int, block: int) -> Tensor:
     if mask is None:
         return torch.ones(batch, 1, queries, queries, dtype=torch.bool).tril()
     assert isinstance(mask, Step)
-    held = mask.keys if isinstance(mask, RowStep) else Span(mask.first_key, mask.queries.stop)
+    held = mask.keys
     whole = torch.zeros(batch, 1, queries, held.size, dtype=torch.bool)
     for rows, keys, part, _ in mask.rule.rectangles(mask.queries, held, torch.zeros(1), block):
         whole[:, :, rows.start : rows.stop, keys.start : keys.stop] = True if part is None else part == 0

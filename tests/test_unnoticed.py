@@ -7,6 +7,7 @@ patched one.
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +19,12 @@ from compare import cache_key, named_ids, text_config
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from zoo import SLIDING, Model, Species, text_model
+from zoo import FULL, SLIDING, Model, Species, text_model
 
 import swapatch
 
@@ -214,6 +217,107 @@ def rotation(model: Model) -> Found:
 
     with replaced(file, "apply_rotary_pos_emb", mine):
         return both(model)
+
+
+def overlay(model: Model) -> Found:
+    """Sinks, put in where transformers makes its masks."""
+    stock = masking_utils.sliding_window_overlay
+
+    def mine(window: int) -> Any:
+        inner = stock(window)
+        return lambda batch, head, query, key: inner(batch, head, query, key) | (key < 2)
+
+    with replaced(masking_utils, "sliding_window_overlay", mine):
+        return both(model)
+
+
+class Softer(nn.Module):
+    """A function that is a module."""
+
+    def forward(self, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, query * 0.5, *args, **kwargs)
+
+
+def registered_module(model: Model) -> Found:
+    AttentionInterface.register("sdpa", Softer())
+    try:
+        return both(model)
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+def torch_kernel_without_masks(model: Model) -> Found:
+    """As one that has no masks does: it stands back where there is one."""
+
+    def mine(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+        return stock_sdpa(query * (0.5 if attn_mask is None else 1), key, value, attn_mask=attn_mask, **kwargs)
+
+    with replaced(functional, "scaled_dot_product_attention", mine):
+        return both(model)
+
+
+def stock_layer_update(model: Model) -> Found:
+    stock = DynamicSlidingWindowLayer.update
+
+    def mine(self: Any, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return stock(self, keys * 0.5, values, *args, **kwargs)
+
+    with replaced(DynamicSlidingWindowLayer, "update", mine):
+        return both(model)
+
+
+def traced(model: Model) -> Found:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            found: Tensor = self.inner(ids, use_cache=False).logits
+            return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.jit.trace(Scores().eval(), (named_ids(model, 1, PROMPT),), check_trace=False)
+    return [program(named_ids(model, 1, PROMPT, seed=1))]
+
+
+def module_call(model: Model) -> Found:
+    stock, found = nn.Module.__call__, []
+
+    def mine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(type(kwargs.get("attention_mask")).__name__)
+        return stock(self, *args, **kwargs)
+
+    with replaced(nn.Module, "__call__", mine):
+        return [*scored(model), found]
+
+
+def outer_class_forward(model: Model) -> Found:
+    cls = type(model.model)
+    stock, found = cls.forward, []
+
+    def mine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(type(kwargs.get("attention_mask")).__name__)
+        return stock(self, *args, **kwargs)
+
+    with replaced(cls, "forward", mine):
+        return [*both(model), found]
+
+
+def prepared_inputs(model: Model) -> Found:
+    stock, found = model.prepare_inputs_for_generation, []
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        inputs = stock(*args, **kwargs)
+        found.append(inputs["attention_mask"])
+        return inputs
+
+    model.prepare_inputs_for_generation = mine
+    try:
+        return [*generated(model, **STATIC), found]
+    finally:
+        del model.prepare_inputs_for_generation
 
 
 def class_forward(model: Model) -> Found:
@@ -611,6 +715,16 @@ USES: dict[str, Use] = {
     "mask_maker": mask_maker,
     "softmax_of_eager": softmax_of_eager,
     "rotation": rotation,
+    "overlay": overlay,
+    "registered_module": registered_module,
+    "torch_kernel_without_masks": torch_kernel_without_masks,
+    "stock_layer_update": stock_layer_update,
+    "traced": traced,
+    "module_call": module_call,
+    "outer_class_forward": outer_class_forward,
+    "prepared_inputs": prepared_inputs,
+    "global_layer_is_seen": seen_by(lambda model: text_model(model).layers[text_config(model).layer_types.index(FULL)]),
+    "last_attention_is_seen": seen_by(lambda model: text_model(model).layers[-1].self_attn),
     "class_forward": class_forward,
     "layer_class_forward": layer_class_forward,
     "eager_in_one_layer": eager_in_one_layer,
@@ -664,6 +778,9 @@ def assert_alike(got: Any, want: Any) -> None:
         assert isinstance(got, Tensor)
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    elif isinstance(want, dict):
+        assert_alike(sorted(got), sorted(want))
+        assert_alike([got[name] for name in want], list(want.values()))
     elif isinstance(want, list | tuple):
         assert len(got) == len(want)
         for pair in zip(got, want, strict=True):
@@ -675,6 +792,30 @@ def assert_alike(got: Any, want: Any) -> None:
 def reset_grad(model: Model) -> None:
     for parameter in model.parameters():
         parameter.grad = None
+
+
+@pytest.mark.parametrize("before", (text_model, lambda model: model.model), ids=("text model", "inner model"))
+@pytest.mark.parametrize("options", ({}, STATIC), ids=("dynamic", "static"))
+def test_a_forward_wrapped_before_the_patch(
+    before: Callable[[Model], Any], options: dict[str, Any], model_kind: Species, layout: str
+) -> None:
+    """It is shown what stock shows, under whatever names it has for its arguments."""
+    model = model_kind.build(WINDOW)
+    owner = before(model)
+    stock, found = owner.forward, []
+
+    def mine(*given: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        found.append(mask if not isinstance(mask, dict) else [part for _, part in sorted(mask.items())])
+        return stock(*given, **kwargs)
+
+    owner.forward = mine
+    want = [*generated(model, **options), *scored(model), found.copy()]
+    found.clear()
+    with swapatch.patch(model, layout=layout):
+        got = [*generated(model, **options), *scored(model), found]
+    assert_alike(got, want)
+    assert owner.forward is mine
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)

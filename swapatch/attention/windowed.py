@@ -47,6 +47,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     )
 
 
+def explicit(mask: Tensor | None, like: Tensor, keys: int, rule: Rule) -> Tensor | None:
+    """The mask of a rectangle that sees all, if transformers would make one: for a function in torch's place."""
+    if mask is None and keys >= rule.window and is_replaced():
+        return like.new_zeros((1, 1, like.shape[2], keys))
+    return mask
+
+
 def forward(
     attend: Attend,
     query: Tensor,
@@ -67,11 +74,14 @@ def forward(
     batch, heads, tokens, dim = query.shape
     if len(parts) == 1:
         _, seen, mask, causal = parts[0]
+        mask = mask if causal else explicit(mask, query, seen.size, rule)
         part = attend(query, rows_of(key, seen), rows_of(value, seen), mask, causal, scale)
         return part.transpose(1, 2).contiguous()
     out = query.new_empty((batch, tokens, heads, dim))
-    for rows, seen, mask, causal in parts:
-        part = attend(rows_of(query, rows), rows_of(key, seen), rows_of(value, seen), mask, causal, scale)
+    for rows, seen, mask, _ in parts:
+        some = rows_of(query, rows)
+        mask = explicit(mask, some, seen.size, rule)
+        part = attend(some, rows_of(key, seen), rows_of(value, seen), mask, False, scale)
         out[:, rows.start : rows.stop] = part.transpose(1, 2)
     return out
 

@@ -25,7 +25,7 @@ class ModelCall:
         window: keys that a query of a sliding layer sees.
         cache: of the call, or None.
         queries: positions of its tokens.
-        first_key: position of the first row that a sliding layer of the cache will return.
+        keys: positions of the rows that a sliding layer of the cache will return.
         like: stands for the embeddings, ``[batch, tokens, any]``: shape, dtype and device.
         padding: its 2D attention mask, ``[batch, positions]``.
         segments: which packed sequence a token belongs to, ``[batch, tokens]``.
@@ -39,7 +39,7 @@ class ModelCall:
     window: int
     cache: Any
     queries: Span
-    first_key: int
+    keys: Span
     like: Tensor
     padding: Tensor | None
     segments: Tensor | None
@@ -60,7 +60,7 @@ class ModelCall:
         It is ours, nobody will go backward through them, and nobody has put an ``update`` of his own in its place.
         """
         bounded = isinstance(self.cache, CompactCache) and not torch.is_grad_enabled()
-        return self.cache if bounded and not self.cache.has_own_update else None
+        return self.cache if bounded and self.cache.is_bounded and not self.cache.has_own_update else None
 
     @property
     def is_row(self) -> bool:

@@ -62,7 +62,7 @@ class SpyreDecode(FixedRowStep):
             self.family.project, layer, hidden, (cos, sin), buffers, index, mask, self.rule.window
         )
         if owns:
-            held.step = self
+            held.step = self  # counts from here on
             held.key_rows, held.value_rows = keys, values  # what the call returned is current, not what it was given
         call.share(keys, values)
         return out

@@ -22,7 +22,7 @@ class Windowed(Backend):
     def begin(self, call: ModelCall) -> Step | str:
         cache = call.rows
         if cache is None or not call.is_row:
-            return WindowStep(call.family, call.rule, call.queries, call.first_key, self.name, self.block)
+            return WindowStep(call.family, call.rule, call.queries, call.keys, self.name, self.block)
         for layer in cache.sliding:
             layer.make_room(1)
         step = FixedRowStep if cache.fixed or call.fixed else RowStep

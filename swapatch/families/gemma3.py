@@ -28,9 +28,10 @@ class Gemma3(Family):
     def project(self, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         heads = (*hidden.shape[:2], -1, attention.head_dim)
         # [batch, tokens, heads * head_dim] -> [batch, heads, tokens, head_dim]
-        query = attention.q_norm(attention.q_proj(hidden).view(heads).transpose(1, 2))
-        key = attention.k_norm(attention.k_proj(hidden).view(heads).transpose(1, 2))
+        query = attention.q_proj(hidden).view(heads).transpose(1, 2)
+        key = attention.k_proj(hidden).view(heads).transpose(1, 2)
         value = attention.v_proj(hidden).view(heads).transpose(1, 2)
+        query, key = attention.q_norm(query), attention.k_norm(key)
         query, key = self.modeling.apply_rotary_pos_emb(query, key, cos, sin)
         return query, key, value
 

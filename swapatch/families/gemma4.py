@@ -29,9 +29,10 @@ class Gemma4(Family):
         query = self.modeling.apply_rotary_pos_emb(query, cos, sin, unsqueeze_dim=2).transpose(1, 2)
         if attention.is_kv_shared_layer:
             return query, None, None
-        key = attention.k_norm(attention.k_proj(hidden).view(heads))
+        key, value = attention.k_proj(hidden).view(heads), attention.v_proj(hidden).view(heads)
+        key = attention.k_norm(key)
         key = self.modeling.apply_rotary_pos_emb(key, cos, sin, unsqueeze_dim=2).transpose(1, 2)
-        value = attention.v_norm(attention.v_proj(hidden).view(heads)).transpose(1, 2)
+        value = attention.v_norm(value).transpose(1, 2)
         return query, key, value
 
     def masks(self, config: Any, types: Tensor | None, *, ahead: bool, **call: Any) -> Masks:
