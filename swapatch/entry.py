@@ -88,11 +88,8 @@ class ModelForward:
         self.before = None if getattr(own, "__func__", None) is type(module).forward else own
 
     @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._stock)
-
-    @property
     def __wrapped__(self) -> Callable[..., Any]:
+        """For who asks for the signature, or for what else is called."""
         return self._stock
 
     @property

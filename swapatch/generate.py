@@ -86,8 +86,8 @@ class StepMaker:
         like = call["inputs_embeds"]
         if cache is None:
             return Left("masks asked for without a cache")
-        if not is_known(self.between[0].prepare_inputs_for_generation):
-            return Left("somebody's own preparation of the inputs")
+        if not (is_known(self.stock) and is_known(self.between[0].prepare_inputs_for_generation)):
+            return Left("somebody's own masks or preparation of the inputs")
         if isinstance(reason := why_stock(call, config, self.options, self.between), Left):
             return reason
         if isinstance(cache, CompactCache) and isinstance(uneven := enter(cache, config, like.shape[0]), Left):

@@ -188,7 +188,8 @@ def test_rows_of_another_number(model_kind: Species, prompt: int, how: str, own:
         held = cache.layers[0]
         with_rows(cache, OTHERS[how])
         try:
-            logits += [feed(model, ids[:, i : i + 1], cache, patched) for i in range(prompt, prompt + 12)]
+            for i in range(prompt, prompt + 12):
+                logits.append(feed(model, ids[:, i : i + 1], cache, patched))
         except RuntimeError:
             logits.append(None)
         assert cache.layers[0] is held
