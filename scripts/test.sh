@@ -3,7 +3,9 @@
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-prepare test demo
+groups=(test demo)
+[[ " $* " != *" --all "* ]] || groups+=(quantize)
+prepare "${groups[@]}"
 say "checkpoint for the real-model tests"
 "$python" scripts/checkpoint.py
 say "tests"

@@ -827,3 +827,20 @@ def test_as_stock(use: Use, model_kind: Species, layout: str) -> None:
     with swapatch.patch(model, layout=layout):
         got = outcome(use, model)
     assert_alike(got, want)
+
+
+def test_a_way_of_ones_own_to_make_masks_ahead(model_kind: Species, layout: str) -> None:
+    """Where `generate` looks for it, before the patch: everybody sees the first key."""
+    model = model_kind.build(WINDOW)
+    stock = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        made = stock(*args, **kwargs)
+        return {name: mask if mask is None else mask | (mask.cumsum(-1) < 2) for name, mask in made.items()}
+
+    model.create_masks_for_generate = mine
+    want = generated(model, **STATIC)
+    with pytest.raises(AssertionError):
+        assert_alike(generated(model_kind.build(WINDOW), **STATIC), want)
+    with swapatch.patch(model, layout=layout):
+        assert_alike(generated(model, **STATIC), want)
