@@ -42,7 +42,7 @@ class SpyreContractError(SwapatchError, RuntimeError):
 
 
 class CacheStateError(SwapatchError, RuntimeError):
-    """A cache cannot do what is asked in the state it is in. The cache was not changed."""
+    """A cache cannot do what is asked in the state it is in. It was not changed, but by an ``update`` of its own."""
 
 
 def explain(found: str, supported: str, do: str) -> str:

@@ -73,7 +73,7 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for index in self._owners:
             self.layers[index] = LAYOUTS[layout](self.plan.window, max_cache_len)
         # What the layers had seen when a forward began, until it ends: one that was interrupted leaves it behind.
-        self.begun: list[int] | None = None
+        self.lengths_before: list[int] | None = None
 
     @property
     def sliding(self) -> list[SlidingLayer]:
@@ -83,7 +83,7 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def is_bounded(self) -> bool:
-        """Whether all sliding layers are; else it is a cache like any other."""
+        """Whether every sliding layer still is one of ours; else it is a cache like any other."""
         return len(self.sliding) == len(self._owners)
 
     @property
@@ -100,13 +100,13 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """
         first = self.sliding[0].seen
         own = (self.layers[layer.index].get_seq_length() for layer in self.plan.layers if not layer.shared)
-        return [first if isinstance(length, Tensor) and self.begun is None else int(length) for length in own]
+        return [first if isinstance(length, Tensor) and self.lengths_before is None else int(length) for length in own]
 
     def reset(self) -> None:
         """Forget everything: as good as new."""
         for layer in self.layers:
             reset_layer(layer)
-        self.begun = None
+        self.lengths_before = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens on every layer, or raise and leave every layer as it is.

@@ -4,6 +4,15 @@ The forward of the text model is replaced by one that looks at the call first. I
 on with a :class:`~swapatch.step.Step` in the place of the sliding mask. If not (attention weights wanted, a ready-made
 mask, another kernel, somebody who could look), the layers get a mask or None as ever, and run their stock code.
 
+::
+
+    ModelForward.__call__    is the call well formed, and the forward known?
+      _rewrite               a cache where one is missing; masks, with the step among them
+        _masks_for           open_cache (interrupted? same batch?), why_stock, begin_step, count
+          begin_step         where the call stands, the global mask, and the backend's step
+      the text model runs    its sliding layers: step.forward
+      _leave or _take_back
+
 A compiler reads all of this like any other code of the model. Only a call on a compact cache begins outside of the
 graph: there positions are numbers, and rows may have to move.
 """
@@ -61,7 +70,7 @@ class Options:
 
 
 class Left(str):
-    """In words, why a call is left to stock."""
+    """In words, why a call is left to stock; given in the place of masks."""
 
     __slots__ = ()
 
@@ -104,7 +113,7 @@ class ModelForward:
         if len(given) != 1 or len(args) > len(self.names):
             return self._stock(*args, **kwargs)
         if is_known(self._stock):
-            self._enter(call, given[0])
+            self._rewrite(call, given[0])
             args, kwargs = (), call
         elif self.is_text:  # whoever has wrapped it is shown the call as it is
             self.options.calls.count("stock", "somebody's own forward of the text model")
@@ -118,7 +127,7 @@ class ModelForward:
         _leave(call, output)
         return output
 
-    def _enter(self, call: dict[str, Any], given: Tensor) -> None:
+    def _rewrite(self, call: dict[str, Any], given: Tensor) -> None:
         """Change the arguments of a call to what it needs."""
         module, step = self.module, _sliding_mask(call)
         if isinstance(step, Step):  # begun ahead of the call, or by the model around this one
@@ -135,8 +144,8 @@ class ModelForward:
                     call.pop(name, None)
                 call[CACHE_NAME] = cache
         # A cache that holds tokens has positions, which are numbers: that begins outside of the graph.
-        begin = self._begin_outside if isinstance(cache, CompactCache) and not made else self._begin
-        masks = begin(module, call, given, traced)
+        masks_for = self._masks_outside if isinstance(cache, CompactCache) and not made else self._masks_for
+        masks = masks_for(module, call, given, traced)
         if not isinstance(masks, Left):
             call["attention_mask"] = masks
             step = masks[SLIDING]
@@ -145,7 +154,7 @@ class ModelForward:
                 call["position_ids"] = step.place
 
     def _makes_cache(self, module: Any, call: dict[str, Any], given: Tensor) -> bool:
-        """Whether the forward would make a cache where none was passed, and this hook is the one to do it."""
+        """Whether the forward would make a cache where none was passed, and this module is the one to do it."""
         if module.training or not _uses_cache(module, call) or is_disabled():
             return False
         if self.is_text:
@@ -156,11 +165,11 @@ class ModelForward:
             return padding.ndim != 2 or padding.shape[1] == given.shape[1]
         return positions is None or not (is_traced(positions) or _packed(_segments(positions)))
 
-    def _begin(self, module: Any, call: dict[str, Any], given: Tensor, traced: bool) -> dict[str, Any] | Left:
+    def _masks_for(self, module: Any, call: dict[str, Any], given: Tensor, traced: bool) -> dict[str, Any] | Left:
         """What goes into the call in the place of its attention mask, by layer type."""
         config, cache = text_config(module), cache_in(call)
         like = torch.empty((*given.shape[:2], 0), dtype=_dtype(module, given, self.options.text), device=given.device)
-        uneven = enter(cache, config, like.shape[0]) if isinstance(cache, CompactCache) else None
+        uneven = open_cache(cache, config, like.shape[0]) if isinstance(cache, CompactCache) else None
         positions = call.get("position_ids") if self._may_be_packed(module, call) else None
         between = () if self.is_text else (self.options.text,)
         if isinstance(reason := uneven or why_stock(call, config, self.options, between), Left):
@@ -168,7 +177,7 @@ class ModelForward:
         else:
             types = call.get(self.types_name or "")
             asked = Request(cache, like, call.get("attention_mask"), types, positions, fixed=traced)
-            masks = begin(self.options, config, asked)
+            masks = begin_step(self.options, config, asked)
         if isinstance(masks, Left):
             if self.is_text:  # else the text model finds it, too
                 self.options.calls.count("stock", masks)
@@ -184,7 +193,7 @@ class ModelForward:
         self.options.calls.count("windowed", kind)
         return masks
 
-    _begin_outside = torch.compiler.disable(_begin)  # type: ignore[no-untyped-call]
+    _masks_outside = torch.compiler.disable(_masks_for)  # type: ignore[no-untyped-call]
 
     def _may_be_packed(self, module: Any, call: dict[str, Any]) -> bool:
         """Whether the masks that this module makes take packed sequences apart, if the positions show any."""
@@ -215,7 +224,7 @@ class Request(NamedTuple):
     ahead: bool = False
 
 
-def begin(options: Options, config: Any, asked: Request) -> dict[str, Any] | Left:
+def begin_step(options: Options, config: Any, asked: Request) -> dict[str, Any] | Left:
     """Begin a step: what goes into a call in the place of its attention mask, by layer type.
 
     Raises:
@@ -313,7 +322,7 @@ def kind_of(step: Step) -> str:
     return "decode" if step.queries.size == 1 and step.queries.start else "prefill"
 
 
-def enter(cache: CompactCache, config: Any, batch: int) -> Left | None:
+def open_cache(cache: CompactCache, config: Any, batch: int) -> Left | None:
     """Note that a forward begins on a cache. Says so if its layers have not seen the same tokens.
 
     Raises:
@@ -332,7 +341,7 @@ def enter(cache: CompactCache, config: Any, batch: int) -> Left | None:
     if not cache.is_bounded:
         return None
     layers, lengths = cache.sliding, cache.lengths()
-    if cache.begun not in (None, lengths) or any(layer.torn for layer in layers):
+    if cache.lengths_before not in (None, lengths) or any(layer.torn for layer in layers):
         raise CacheStateError(
             explain(
                 f"layers that have seen {sorted(set(lengths))} tokens, {sum(layer.torn for layer in layers)} of them "
@@ -352,7 +361,7 @@ def enter(cache: CompactCache, config: Any, batch: int) -> Left | None:
                 "start a new cache, or use batch_repeat_interleave or batch_select_indices",
             )
         )
-    cache.begun = lengths
+    cache.lengths_before = lengths
     return None if len({layer.seen for layer in layers}) == 1 else Left("layers that took no part in every call")
 
 
@@ -364,7 +373,7 @@ def _leave(call: dict[str, Any], output: Any) -> None:
         if shared and SLIDING in shared:
             shared[SLIDING] = step.time_order(cache, *shared[SLIDING])
     if isinstance(cache, CompactCache):
-        cache.begun = None
+        cache.lengths_before = None
 
 
 def _take_back(call: dict[str, Any]) -> None:

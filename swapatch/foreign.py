@@ -106,9 +106,9 @@ def _in_layers(config: Any, text: Any, forward: Any) -> Iterator[str]:
     if any(not is_known(hook) for hook in _global_hooks(weights)):
         yield "a hook on all modules that sees masks or weights"
     shares = getattr(config, "num_kv_shared_layers", 0)
-    classes: set[type] = set()  # that are known: a model has two here, and many layers
+    classes: set[type] = set()  # those found known so far: a model has two here, and many layers
     for index, (kind, layer) in enumerate(zip(config.layer_types, text.layers, strict=False)):
-        if kind != SLIDING and not shares:  # what sliding layers share with each other, the others are shown
+        if kind != SLIDING and not shares:  # global layers are shown what sliding ones share with each other
             continue
         attention = layer._modules.get("self_attn") or getattr(layer, "self_attn", None)
         if "forward" in vars(layer) and not is_known(_run_by(layer)):

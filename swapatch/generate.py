@@ -1,4 +1,4 @@
-"""Stock ``generate`` on a patched model: where it would make a dynamic cache, it gets a compact one."""
+"""Stock ``generate`` on a patched model: where it makes a cache, a compact one; where it makes masks ahead, a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ._compat import CACHE_NAME, cache_in
 from .cache import CompactCache, make_cache
-from .entry import Left, Options, Request, begin, by_name, enter, kind_of, why_stock
+from .entry import Left, Options, Request, begin_step, by_name, kind_of, open_cache, why_stock
 from .foreign import is_known
 from .plan import SLIDING, text_config
 from .switch import is_disabled
@@ -76,7 +76,7 @@ class StepMaker:
         call = by_name(self.stock, args, kwargs)
         cache, config = cache_in(call), text_config(call["config"])
         masks = self._begin(call, cache, config)
-        if isinstance(masks, Left):  # the text model counts it
+        if isinstance(masks, Left):  # counted by the text model: as a ready-made mask, if nothing else keeps it from us
             return self.stock(**call)
         masks[SLIDING].stock_masks = partial(self.stock, **call)
         self.options.calls.count("windowed", kind_of(masks[SLIDING]))
@@ -90,10 +90,10 @@ class StepMaker:
             return Left("somebody's own masks or preparation of the inputs")
         if isinstance(reason := why_stock(call, config, self.options, self.between), Left):
             return reason
-        if isinstance(cache, CompactCache) and isinstance(uneven := enter(cache, config, like.shape[0]), Left):
+        if isinstance(cache, CompactCache) and isinstance(uneven := open_cache(cache, config, like.shape[0]), Left):
             return uneven
         types = None if self.options.causal else call.get(self.options.family.types_name or "")
-        return begin(self.options, config, Request(cache, like, call.get("attention_mask"), types, ahead=True))
+        return begin_step(self.options, config, Request(cache, like, call.get("attention_mask"), types, ahead=True))
 
 
 class MethodWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not generic at run time

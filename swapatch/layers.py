@@ -48,6 +48,9 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     The buffers ``key_rows`` and ``value_rows`` are ``[batch, kv_heads, rows, head_dim]``, zero where nothing was
     written. Positions from ``origin`` to ``seen`` are held. ``keys`` and ``values`` are what a reader is shown of them.
 
+    A decode step changes no integer here, which a compiled graph would read: it leaves itself in ``step``, and ``seen``
+    adds its token until :meth:`count` does so for good.
+
     Args:
         window: number of keys a query sees, itself included.
         max_cache_len: tokens of a cache of fixed size, whose buffers are attended whole, so that all decode steps have
@@ -112,7 +115,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     @seen.setter
     def seen(self, tokens: int) -> None:
-        self._recorded, self._seen, self.step = self.recorded, tokens, None
+        self.count()
+        self._seen = tokens
 
     @property
     def recorded(self) -> int:
@@ -121,7 +125,12 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     @recorded.setter
     def recorded(self, tokens: int) -> None:
-        self._recorded, self._seen, self.step = tokens, self.seen, None
+        self.count()
+        self._recorded = tokens
+
+    def count(self) -> None:
+        """Count the row that the last step wrote for good."""
+        self._recorded, self._seen, self.step = self.recorded, self.seen, None
 
     def take_back(self, step: Any) -> None:
         """A step failed on its way through the model: the row that it may have written here never was."""
@@ -148,7 +157,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Make sure that ``tokens`` more rows can be written: forget what may go, grow only while recording."""
         if not torch.compiler.is_compiling():  # which cannot tell, and has this done before the graph
             self.leave_inference_mode()
-        self.seen = self.seen  # the row of the last step is counted for good
+        self.count()
         stop = self.seen + tokens
         takeback = self.recorded + tokens if self.record_past else 0
         keep = past(stop - takeback, self.sliding_window).start
@@ -160,7 +169,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self._hold(origin, rows)
 
     def leave_inference_mode(self) -> None:
-        """Buffers that a verb or a copy made in inference mode cannot be written outside of it: clone them there."""
+        """Buffers made in inference mode, by ``reorder_cache`` and its like, cannot be written outside: clone them."""
         if self.rows and self.key_rows.is_inference() and not torch.is_inference_mode_enabled():
             self._change(torch.clone)
 
@@ -357,8 +366,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         return self.seen
 
     def get_max_length(self) -> int:
-        """The window, as transformers' own sliding layers say."""
-        return self.sliding_window
+        """The window, or the tokens of a fixed cache if they are fewer, as transformers' own sliding layers say."""
+        return self.least or self.sliding_window
 
     def activate_past_recording(self) -> None:
         """From now on keep what ``crop`` needs to take tokens back, until the next ``crop``."""

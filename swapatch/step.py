@@ -1,4 +1,4 @@
-"""One forward of the model, seen from its sliding layers: what is attended, where it is stored, and by whom it is told.
+"""One forward of the model, as its sliding layers see it: who sees whom, where rows go, how they are attended.
 
 A :class:`Step` travels through the model in the place of the sliding mask. The forward of a sliding layer is replaced
 by :func:`forward`, which does what the step says, or, without one, what it did before.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ._compat import cache_in
 from ._errors import CacheStateError, explain
-from .attention import KERNELS, window_attention
-from .attention.windowed import Attend, explicit, rows_of
+from .attention import window_attention
+from .attention.windowed import Attend, attend, explicit, rows_of
 from .families import Family
 from .geometry import Span
 from .layers import SlidingLayer
@@ -127,7 +127,13 @@ class Step(MaskPose):
 
 
 class AttendingStep(Step):
-    """A step whose projections are the layer's own: all that a subclass adds is what comes between them."""
+    """A step whose projections are the layer's own: all that a subclass adds is what comes between them.
+
+    Attributes:
+        keys: positions of the rows that it expects.
+    """
+
+    keys: Span
 
     def run(self, call: LayerCall) -> Tensor:
         layer = call.layer
@@ -153,6 +159,23 @@ class AttendingStep(Step):
             ``[batch, tokens, heads, head_dim]``, and the keys and values attended,
             ``[batch, kv_heads, rows, head_dim]``.
         """
+
+    def attend_others(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend all of these rows, which somebody has added to those of the cache, or left of them.
+
+        As transformers does where it makes no mask; where it makes one, that would not fit.
+        """
+        sdpa = call.layer.config._attn_implementation == "sdpa"
+        masked = self.keys.size >= self.rule.window or self.rule.hidden(self.keys) is not None
+        if not sdpa or masked or self.rule.types is not None or self.queries.size > 1:
+            raise CacheStateError(
+                explain(
+                    f"{key.shape[2]} rows from {type(call.cache).__name__}.update",
+                    f"{self.keys.size} rows, as its get_mask_sizes says",
+                    "pass a cache whose two methods agree, or none",
+                )
+            )
+        return attend(query, key, value, None, False, call.layer.scaling).transpose(1, 2)
 
 
 class WindowStep(AttendingStep):
@@ -183,7 +206,7 @@ class WindowStep(AttendingStep):
         elif call.cache is not None:
             key, value = call.cache.update(key, value, call.layer.layer_idx)
         if call.cache is not None and key.shape[2] != self.keys.size:
-            return self._attend_others(call, query, key, value), key, value
+            return self.attend_others(call, query, key, value), key, value
         out = window_attention(
             query,
             key,
@@ -196,20 +219,6 @@ class WindowStep(AttendingStep):
             block=self.block,
         )
         return out, key, value
-
-    def _attend_others(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Rows that somebody has added to those of the cache, or left of them: where transformers makes no mask."""
-        sdpa = call.layer.config._attn_implementation == "sdpa"
-        masked = self.keys.size >= self.rule.window or self.rule.hidden(self.keys) is not None
-        if not sdpa or masked or self.rule.types is not None or self.queries.size > 1:
-            raise CacheStateError(
-                explain(
-                    f"{key.shape[2]} rows from {type(call.cache).__name__}.update",
-                    f"{self.keys.size} rows, as its get_mask_sizes says",
-                    "pass a cache whose two methods agree, or none",
-                )
-            )
-        return KERNELS[self.kernel](query, key, value, None, False, call.layer.scaling).transpose(1, 2)
 
 
 class RowStep(AttendingStep):
@@ -244,15 +253,22 @@ class RowStep(AttendingStep):
         if key is None or value is None:
             keys, values = call.borrowed
         else:
-            buffer, row = call.cache.layers[call.layer.layer_idx], self.row
-            buffer.settle()
-            buffer.step = self
-            buffer.widen(key, value)
-            buffer.key_rows[:, :, row : row + 1] = key
-            buffer.value_rows[:, :, row : row + 1] = value
-            keys, values = rows_of(buffer.key_rows, self.rows), rows_of(buffer.value_rows, self.rows)
+            keys, values = self._write(call, key, value)
+        if keys.shape[2] != self.rows.size:
+            return self.attend_others(call, query, keys, values), keys, values
         out = self.kernel(query, keys, values, self._mask(query), False, call.layer.scaling)
         return out.transpose(1, 2), keys, values
+
+    def _write(self, call: LayerCall, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows to attend, the new one among them."""
+        buffer, row = call.cache.layers[call.layer.layer_idx], self.row
+        if not buffer.settle():
+            return call.cache.update(key, value, call.layer.layer_idx)  # type: ignore[no-any-return]
+        buffer.step = self
+        buffer.widen(key, value)
+        buffer.key_rows[:, :, row : row + 1] = key
+        buffer.value_rows[:, :, row : row + 1] = value
+        return rows_of(buffer.key_rows, self.rows), rows_of(buffer.value_rows, self.rows)
 
     def _mask(self, like: Tensor) -> Tensor | None:
         """Which of the rows the token sees, made at the first layer for all of its dtype and device."""
@@ -296,6 +312,7 @@ class FixedRowStep(RowStep):
             keys, values = call.borrowed
         else:
             buffer = call.cache.layers[call.layer.layer_idx]
+            buffer.settle()
             buffer.step = self
             index = self.index.to(key.device)
             keys, values = buffer.key_rows.index_copy_(2, index, key), buffer.value_rows.index_copy_(2, index, value)

@@ -159,7 +159,7 @@ def test_half_written_cache_is_refused(model_kind: Species) -> None:
     ids = named_ids(model, 1, 21)
     with swapatch.patch(model):
         cache = forced(model, ids[:, :20], prompt=20).cache
-        cache.begun = cache.lengths()
+        cache.lengths_before = cache.lengths()
         cache.sliding[0].seen += 1
         with pytest.raises(swapatch.CacheStateError, match="half written"):
             forced(model, ids[:, 20:], prompt=1, cache=cache)

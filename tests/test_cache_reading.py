@@ -238,6 +238,28 @@ def test_read_and_edited_within_a_forward(model_kind: Species, kind: str, prompt
         assert got[1:] == want[1:]
 
 
+@pytest.mark.parametrize("how", OTHERS)
+def test_rows_of_another_number_within_a_forward(model_kind: Species, how: str, layout: str) -> None:
+    """Set by a hook, in a layer that comes later in the same step."""
+    model = model_kind.build(32)
+    ids = named_ids(model, 1, 20)
+    found = []
+    for cache, patched in zip(stock_and_compact(model, "dynamic", layout), (None, layout), strict=True):
+        logits = [feed(model, ids[:, :6], cache, patched)]
+        inner = getattr(model.model, "language_model", model.model)
+
+        def change(module: Any, args: Any, cache: Any = cache) -> None:
+            layer = cache.layers[1]
+            layer.keys, layer.values = OTHERS[how](layer.keys), OTHERS[how](layer.values)
+
+        hook = inner.layers[0].register_forward_pre_hook(change)
+        logits.append(feed(model, ids[:, 6:7], cache, patched))
+        hook.remove()
+        logits += [feed(model, ids[:, i : i + 1], cache, patched) for i in range(7, 20)]
+        found.append(torch.cat(logits, dim=1))
+    assert_same_logits(found[1], found[0])
+
+
 @pytest.mark.parametrize("between", (3, 51, 200))
 def test_an_earlier_state_written_back(model_kind: Species, between: int, layout: str) -> None:
     """A prefix that somebody saved by reading, restored into the same cache."""

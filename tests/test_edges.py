@@ -64,7 +64,7 @@ def test_a_cache_made_for_another_window(grad: bool) -> None:
         cache = swapatch.CompactCache(other)
         with torch.set_grad_enabled(grad), pytest.raises(swapatch.CacheStateError, match="window of 64"):
             model(named_ids(model, 1, 9), **{cache_key(model): cache})
-        assert cache.begun is None
+        assert cache.lengths_before is None
         assert cache.get_seq_length() == 0
 
 

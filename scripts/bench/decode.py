@@ -127,7 +127,7 @@ def mask_work(name: str, model: Any, context: int, dtype: torch.dtype, options: 
     """The part of a step that goes into masks, indices and rolls, which all sliding layers share."""
     cache = swapatch.CompactCache(model.config)
     fill(cache, model.config, context, dtype)
-    spent, begin = [], entry.begin
+    spent, begin = [], entry.begin_step
 
     def clocked(*args: Any, **named: Any) -> Any:
         seconds, masks = timed(lambda: begin(*args, **named))
@@ -136,7 +136,7 @@ def mask_work(name: str, model: Any, context: int, dtype: torch.dtype, options: 
 
     way = decode_way(model, cache, 1, patched=True)
     way()
-    with mock.patch.object(entry, "begin", clocked):
+    with mock.patch.object(entry, "begin_step", clocked):
         shares = []
         for _ in range(options.rounds):
             seconds, _ = way()

@@ -35,7 +35,7 @@ def window_attention(
     kernel: str = "windowed",
     block: int = BLOCK,
 ) -> Tensor:
-    """Attention that scores each block of queries against the keys it can reach. Differentiable once.
+    """Attention that scores each block of queries against the keys it can reach; differentiable.
 
     Args:
         query: ``[batch, heads, queries, head_dim]``.

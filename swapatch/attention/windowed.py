@@ -1,4 +1,4 @@
-"""Attention block by block on CPU and CUDA, forward and backward; keys are never repeated for a group of heads."""
+"""Attention block by block on CPU and CUDA, forward and backward; no keys are repeated for a group of heads."""
 
 from __future__ import annotations
 

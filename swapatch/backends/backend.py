@@ -54,8 +54,8 @@ class ModelCall:
         return rule_of(self.window, self.padding, self.segments, self.images, self.types)
 
     @property
-    def rows(self) -> CompactCache | None:
-        """The cache, if its rows may be written in place.
+    def writable_cache(self) -> CompactCache | None:
+        """The cache, if a decode step may write its row in place; else all goes through ``update``, or there is none.
 
         It is ours, nobody will go backward through them, and nobody has put an ``update`` of his own in its place.
         """

@@ -28,7 +28,7 @@ class Spyre(Backend):
         spyre.operator()
 
     def begin(self, call: ModelCall) -> Step | str:
-        cache = call.rows
+        cache = call.writable_cache
         if cache is None:
             return "the Spyre operator has no gradient, and attends the rows of a CompactCache only"
         spyre.operator()
@@ -55,6 +55,8 @@ class SpyreDecode(FixedRowStep):
         layer = call.layer
         owns = not getattr(layer, "is_kv_shared_layer", False)
         held: Any = call.cache.layers[layer.layer_idx] if owns else None
+        if owns:
+            held.settle()
         buffers = (held.key_rows, held.value_rows) if owns else call.borrowed
         hidden, cos, sin = (_padded(states, 1) for states in (call.hidden, *call.position))
         index, mask = self.index.to(hidden.device), self.mask.to(hidden.device)

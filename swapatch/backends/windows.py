@@ -20,7 +20,7 @@ class Windowed(Backend):
         self.block = block
 
     def begin(self, call: ModelCall) -> Step | str:
-        cache = call.rows
+        cache = call.writable_cache
         if cache is None or not call.is_row:
             return WindowStep(call.family, call.rule, call.queries, call.keys, self.name, self.block)
         for layer in cache.sliding:
