@@ -3,6 +3,7 @@
 #
 #     bash scripts/matrix.sh                      # all versions of the README's table
 #     bash scripts/matrix.sh 5.15.1 5.24.0        # these
+#     bash scripts/matrix.sh quantized            # the newest, and weights of bitsandbytes, torchao and quanto
 #     PYTEST_ARGS="-k parity" bash scripts/matrix.sh 5.15.1
 #
 # One line for each version at the end; the exit status says whether all passed.
@@ -10,7 +11,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 versions=("$@")
-[[ ${#versions[@]} -gt 0 ]] || versions=(5.15.1 5.17.0 5.18.0 5.20.2 5.22.2 5.23.0 5.24.0)
+[[ ${#versions[@]} -gt 0 ]] || versions=(5.15.1 5.17.0 5.18.0 5.20.2 5.22.2 5.23.0 5.24.0 quantized)
 
 base=$(find_python)
 outcome=()
@@ -23,10 +24,12 @@ for version in "${versions[@]}"; do
     grep -v '^transformers' "$constraints" > "$venv/constraints.txt"
     python=$venv/bin/python
     upgrade_pip
-    "$python" -m pip install -q --disable-pip-version-check -c "$venv/constraints.txt" "transformers==$version" -e . --group test ||
+    wanted=(transformers=="$version" -e . --group test) args=(--deselect tests/test_checkpoint.py)
+    if [[ $version == quantized ]]; then wanted=(transformers -e . --group test --group quantize) args=(tests/test_quantized.py); fi
+    "$python" -m pip install -q --disable-pip-version-check -c "$venv/constraints.txt" "${wanted[@]}" ||
         fail "transformers $version could not be installed (pip's own words are above)"
     # shellcheck disable=SC2086  # PYTEST_ARGS holds several words
-    if HF_HUB_OFFLINE=1 "$python" -m pytest -q -n 2 -p no:cacheprovider --all --deselect tests/test_checkpoint.py ${PYTEST_ARGS:-} > "$venv/log.txt" 2>&1; then
+    if HF_HUB_OFFLINE=1 "$python" -m pytest -q -n 2 -p no:cacheprovider --all "${args[@]}" ${PYTEST_ARGS:-} > "$venv/log.txt" 2>&1; then
         word=passed
     else
         word=FAILED

@@ -3,9 +3,7 @@
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-groups=(test demo)
-[[ " $* " != *" --all "* ]] || groups+=(quantize)
-prepare "${groups[@]}"
+prepare test demo
 say "checkpoint for the real-model tests"
 "$python" scripts/checkpoint.py
 say "tests"

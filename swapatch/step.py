@@ -279,7 +279,9 @@ class RowStep(AttendingStep):
 
     def _make_mask(self, like: Tensor) -> Tensor | None:
         if self.positions is None:
-            return explicit(self.rule.additive(self.queries, self.keys, like), like, self.rows.size, self.rule)
+            all_seen = self.rule.hidden(self.keys) is None
+            mask = None if all_seen else self.rule.additive(self.queries, self.keys, like)
+            return explicit(mask, like, self.rows.size, self.rule)
         if self.rows.size == self.rule.window and self.rule.hidden(self.keys) is None:
             return explicit(None, like, self.rows.size, self.rule)
         return self.rule.row_mask(self.queries.start, self.positions, like)

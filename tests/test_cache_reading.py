@@ -220,13 +220,13 @@ def test_read_and_edited_within_a_forward(model_kind: Species, kind: str, prompt
         seen: list[Any] = []
 
         def look(module: Any, args: Any, output: Any, cache: Any = cache, seen: list[Any] = seen) -> None:
-            layer = cache.layers[1]
-            seen.append([layer.keys.clone(), layer.get_seq_length(), cache.layers[-2].get_seq_length()])
+            layer = cache.layers[0]
+            seen.append([layer.keys.clone(), *(other.get_seq_length() for other in cache.layers[:3])])
             layer.values[:, :, 0] *= 0.5
 
         feed(model, ids[:, :prompt], cache, patched)
         inner = getattr(model.model, "language_model", model.model)
-        hooks = [inner.layers[1].register_forward_hook(look), inner.norm.register_forward_hook(look)]
+        hooks = [inner.layers[0].register_forward_hook(look), inner.norm.register_forward_hook(look)]
         logits = [feed(model, ids[:, i : i + 1], cache, patched) for i in range(prompt, prompt + 6)]
         for hook in hooks:
             hook.remove()
