@@ -44,16 +44,15 @@ def fault(model: Model, layer: int, change: Callable[[Tensor, int], Tensor]) -> 
     """A fault of the patched side alone: `change(output, position of its first token)` of a layer's attention."""
     stop = 0  # of the positions of this call
 
-    def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def count(module: nn.Module, args: Any) -> None:
         nonlocal stop
-        given = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-        stop = given.shape[1] if given.shape[1] > 1 else stop + 1
+        stop = args[0].shape[1] if args[0].shape[1] > 1 else stop + 1
 
     def spoil(module: nn.Module, args: Any, output: Any) -> Any:
         return None if is_disabled() else (change(output[0], stop - output[0].shape[1]), *output[1:])
 
     hooks = [
-        text_model(model).register_forward_pre_hook(count, with_kwargs=True),
+        text_model(model).layers[0].register_forward_pre_hook(count),
         attention(model, layer).register_forward_hook(spoil),
     ]
     try:
