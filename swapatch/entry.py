@@ -131,7 +131,8 @@ class ModelForward:
         """Change the arguments of a call to what it needs."""
         module, step = self.module, _sliding_mask(call)
         if isinstance(step, Step):  # begun ahead of the call, or by the model around this one
-            if self.is_text and step.stock_masks is not None and _wanted(call, module.config, "output_attentions"):
+            # In this order: a compiled graph that looks at the masks' maker would be bound to what it holds.
+            if self.is_text and _wanted(call, module.config, "output_attentions") and step.stock_masks is not None:
                 call["attention_mask"] = step.stock_masks()
                 self.options.calls.move(kind_of(step), "attention weights are wanted")
             return
