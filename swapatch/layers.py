@@ -312,14 +312,12 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         if {keys.shape[2], values.shape[2]} != {max(shown.size, self.least)}:
             self._hand_over(keys, values)
             return False
-        # The count may have been set as well, to that of rows which lie elsewhere by now.
-        fits = self.origin <= shown.start and shown.stop - self.origin <= self.rows
-        rows = max(self.rows, self.base_rows(self.sliding_window), ceil64(shown.size))
-        for name, given in (("key_rows", keys), ("value_rows", values)):
-            buffer = getattr(self, name)
-            if buffer is None or not fits or not _alike(buffer, given):  # of another batch, dtype or device
-                setattr(self, name, zeros_like_rows(given, rows))
-        self.origin = self.origin if fits else shown.start
+        # They may be of another batch, dtype or device, and the count set to that of rows which lie elsewhere by now.
+        placed = self.origin <= shown.start and shown.stop - self.origin <= self.rows
+        if not (placed and _alike(self.key_rows, keys) and _alike(self.value_rows, values)):
+            rows = max(self.rows, self.base_rows(self.sliding_window), ceil64(shown.size))
+            self.key_rows, self.value_rows = zeros_like_rows(keys, rows), zeros_like_rows(values, rows)
+            self.origin = self.origin if placed else shown.start
         self._fill(shown, keys[:, :, : shown.size], values[:, :, : shown.size])
         return True
 
@@ -536,8 +534,10 @@ def _padded(rows: Tensor, least: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, lacking)) if lacking > 0 else rows
 
 
-def _alike(buffer: Tensor, rows: Tensor) -> bool:
+def _alike(buffer: Tensor | None, rows: Tensor) -> bool:
     """Whether these rows can be written into a buffer."""
+    if buffer is None:
+        return False
     batch, heads, _, dim = buffer.shape
     fits = (rows.shape[0], rows.shape[1], rows.shape[3]) == (batch, heads, dim)
     return fits and (buffer.dtype, buffer.device) == (rows.dtype, rows.device)
