@@ -21,7 +21,7 @@ from ._compat import reset_layer
 from ._errors import CacheStateError, UnsupportedModelError, explain
 from .families import plan_model
 from .foreign import is_known
-from .layers import LAYOUTS, SlidingLayer, check_layout, to_remove
+from .layers import LAYOUTS, OURS, SlidingLayer, check_layout, to_remove
 from .plan import ModelPlan, text_config
 
 
@@ -70,6 +70,7 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         Cache.__init__(self, layers=stock.layers)  # not what transformers' own two kinds make of a config
         self._owners = self.plan.owners
+        self._storing = tuple(layer.index for layer in self.plan.layers if not layer.shared)
         for index in self._owners:
             self.layers[index] = LAYOUTS[layout](self.plan.window, max_cache_len)
         # What the layers had seen when a forward began, until it ends: one that was interrupted leaves it behind.
@@ -78,13 +79,14 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
     @property
     def sliding(self) -> list[SlidingLayer]:
         """The layers with a bounded buffer: all that slide and hold rows, unless somebody has put in others."""
-        owners = (self.layers[index] for index in self._owners)
-        return [layer for layer in owners if isinstance(layer, SlidingLayer)]
+        layers = self.layers
+        return [layers[index] for index in self._owners if type(layers[index]) in OURS]
 
     @property
-    def is_bounded(self) -> bool:
-        """Whether every sliding layer still is one of ours; else it is a cache like any other."""
-        return len(self.sliding) == len(self._owners)
+    def bounded(self) -> list[SlidingLayer] | None:
+        """The same, if every sliding layer still is one of ours; else None, and it is a cache like any other."""
+        sliding = self.sliding
+        return sliding if len(sliding) == len(self._owners) else None
 
     @property
     def has_own_update(self) -> bool:
@@ -98,8 +100,8 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         One that counts on the device is asked only after an interrupted forward, since that means waiting; else it is
         taken to have seen what the first sliding layer has.
         """
-        first = self.sliding[0].seen
-        own = (self.layers[layer.index].get_seq_length() for layer in self.plan.layers if not layer.shared)
+        first = self.layers[self._owners[0]].seen
+        own = [self.layers[index].get_seq_length() for index in self._storing]
         return [first if isinstance(length, Tensor) and self.lengths_before is None else int(length) for length in own]
 
     def reset(self) -> None:

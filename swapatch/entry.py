@@ -280,9 +280,9 @@ def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, 
         return 0, Span(0, tokens)
     if not hasattr(cache, "get_mask_sizes"):
         return Left(f"a {type(cache).__name__}, which does not say which rows it returns")
-    if isinstance(cache, CompactCache) and cache.is_bounded:
-        rows, first = cache.sliding[0].get_mask_sizes(tokens)
-        return cache.sliding[0].seen, Span(first, first + rows)
+    if isinstance(cache, CompactCache) and (layers := cache.bounded):
+        rows, first = layers[0].get_mask_sizes(tokens)
+        return layers[0].seen, Span(first, first + rows)
     if tokens == 1 and getattr(cache, "is_compileable", False):
         return Left(f"one token over a {type(cache).__name__}, whose steps have one shape as they are")
     layer = list(config.layer_types).index(SLIDING)
@@ -339,10 +339,12 @@ def open_cache(cache: CompactCache, config: Any, batch: int) -> Left | None:
         )
     for layer in cache.sliding:
         layer.settle()
-    if not cache.is_bounded:
+    layers = cache.bounded
+    if layers is None:
         return None
-    layers, lengths = cache.sliding, cache.lengths()
-    if cache.lengths_before not in (None, lengths) or any(layer.torn for layer in layers):
+    lengths = cache.lengths()
+    different = {(layer.seen, layer.origin): layer for layer in layers}.values()  # one, hardly ever more
+    if cache.lengths_before not in (None, lengths) or any(layer.torn for layer in different):
         raise CacheStateError(
             explain(
                 f"layers that have seen {sorted(set(lengths))} tokens, {sum(layer.torn for layer in layers)} of them "
@@ -363,7 +365,7 @@ def open_cache(cache: CompactCache, config: Any, batch: int) -> Left | None:
             )
         )
     cache.lengths_before = lengths
-    return None if len({layer.seen for layer in layers}) == 1 else Left("layers that took no part in every call")
+    return None if len({layer.seen for layer in different}) == 1 else Left("layers that took no part in every call")
 
 
 def _leave(call: dict[str, Any], output: Any) -> None:

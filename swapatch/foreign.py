@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ def is_known(function: Any) -> bool:
         code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
         if not (code.co_filename.startswith(_KNOWN) if code else _is_built_in(function)):
             return False
+        if isinstance(function, FunctionType) and not vars(function):
+            return True  # most do not wrap anything
         function = next((inner for name in _INNER if (inner := getattr(function, name, None)) is not None), None)
     return True
 
@@ -92,7 +95,7 @@ def _in_functions(config: Any, family: Family) -> str | None:
         used += [file.repeat_kv, torch.matmul, functional.softmax, functional.dropout]
     if not all(map(is_known, used)):
         return f"somebody's own function in the place of {name!r} attention"
-    makers = [getattr(where, maker, None) for where in (file, masking_utils) for maker in _MASK_MAKERS]
+    makers = [vars(where).get(maker) for where in (file, masking_utils) for maker in _MASK_MAKERS]
     if not all(map(is_known, (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name], *makers))):
         return "somebody's own function in the place of one that makes masks"
     if is_replaced() and (name != "sdpa" or torch.compiler.is_compiling()):
@@ -111,7 +114,7 @@ def _in_layers(config: Any, text: Any, forward: Any) -> Iterator[str]:
         if kind != SLIDING and not shares:  # global layers are shown what sliding ones share with each other
             continue
         attention = layer._modules.get("self_attn") or getattr(layer, "self_attn", None)
-        if "forward" in vars(layer) and not is_known(_run_by(layer)):
+        if _has_own_forward(layer):
             yield f"somebody's own forward of layer {index}"
         if reason := _on(layer, False, classes):
             yield f"{reason} in layer {index}"
@@ -121,7 +124,7 @@ def _in_layers(config: Any, text: Any, forward: Any) -> Iterator[str]:
             yield f"{reason} in layer {index}"
         if kind != SLIDING:
             continue
-        if getattr(_run_by(attention), "__func__", None) is not forward:
+        if not _runs(attention, forward):
             yield f"somebody's own forward of the attention in layer {index}"
         if attention.config is not config and attention.config._attn_implementation != implementation:
             yield f"{attention.config._attn_implementation!r} attention in layer {index}"
@@ -146,9 +149,13 @@ def _on(module: Any, weights: bool, classes: set[type]) -> str | None:
 
 def sees_call(module: Any) -> bool:
     """Whether somebody is shown what a model is called with by name: by its class, its forward, or a hook."""
-    run_by = vars(module).get(forward_slot(module))
-    replaced = run_by is not None and not is_known(run_by)
-    return replaced or _on(module, False, set()) is not None
+    return _has_own_forward(module) or _on(module, False, set()) is not None
+
+
+def _has_own_forward(module: Any) -> bool:
+    """Whether somebody has put a forward of his own on a module."""
+    found = vars(module).get(forward_slot(module))
+    return found is not None and not is_known(found)
 
 
 def forward_slot(module: Any) -> str:
@@ -156,10 +163,12 @@ def forward_slot(module: Any) -> str:
     return "_old_forward" if "_hf_hook" in vars(module) else "forward"
 
 
-def _run_by(module: Any) -> Any:
-    """What runs when a module is called: its own attribute, or its class's forward."""
-    found = vars(module).get(forward_slot(module), type(module).forward)
-    return getattr(found, "_torchdynamo_orig_callable", found)
+def _runs(module: Any, forward: Any) -> bool:
+    """Whether this function, compiled or not, is what runs when a module is called."""
+    found = vars(module).get(forward_slot(module))
+    if getattr(found, "__func__", None) is forward:
+        return True
+    return getattr(getattr(found, "_torchdynamo_orig_callable", None), "__func__", None) is forward
 
 
 def _hooks(module: Any, weights: bool) -> Iterator[Any]:

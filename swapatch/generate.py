@@ -74,7 +74,9 @@ class StepMaker:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = by_name(self.stock, args, kwargs)
-        cache, config = cache_in(call), text_config(call["config"])
+        cache, config = cache_in(call), call["config"]
+        if not isinstance(config, self.options.family.config):
+            config = text_config(config)
         masks = self._begin(call, cache, config)
         if isinstance(masks, Left):  # counted by the text model: as a ready-made mask, if nothing else keeps it from us
             return self.stock(**call)

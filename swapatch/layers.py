@@ -99,10 +99,6 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         return self.place(positions, self.origin, self.rows)
 
     @abstractmethod
-    def row_positions(self, stop: int) -> Tensor:
-        """The position that each row holds once ``stop`` tokens were seen, ``[rows]``; not in 0 to stop if none."""
-
-    @abstractmethod
     def first_held(self, stop: int, rows: int, keep: int) -> int:
         """The first position to hold when ``stop`` tokens have been seen, not after ``keep``."""
 
@@ -130,7 +126,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def count(self) -> None:
         """Count the row that the last step wrote for good."""
-        self._recorded, self._seen, self.step = self.recorded, self.seen, None
+        if self.step is not None:
+            self._recorded, self._seen, self.step = self.recorded, self.seen, None
 
     def take_back(self, step: Any) -> None:
         """A step failed on its way through the model: the row that it may have written here never was."""
@@ -157,7 +154,10 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Make sure that ``tokens`` more rows can be written: forget what may go, grow only while recording."""
         if not torch.compiler.is_compiling():  # which cannot tell, and has this done before the graph
             self.leave_inference_mode()
-        self.count()
+        self.hold(*self.room(tokens))
+
+    def room(self, tokens: int) -> tuple[int, int]:
+        """The first position to hold, and rows of the buffer, so that ``tokens`` more rows can be written."""
         stop = self.seen + tokens
         takeback = self.recorded + tokens if self.record_past else 0
         keep = past(stop - takeback, self.sliding_window).start
@@ -166,7 +166,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         if stop - origin > rows:
             rows = self.base_rows(self.sliding_window) + ceil64(takeback)
             origin = self.first_held(stop, rows, keep)
-        self._hold(origin, rows)
+        return origin, rows
 
     def leave_inference_mode(self) -> None:
         """Buffers made in inference mode, by ``reorder_cache`` and its like, cannot be written outside: clone them."""
@@ -179,20 +179,26 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             self.key_rows = self.key_rows.to(torch.promote_types(self.key_rows.dtype, key.dtype))
             self.value_rows = self.value_rows.to(torch.promote_types(self.value_rows.dtype, value.dtype))
 
+    def hold(self, origin: int, rows: int) -> None:
+        """Hold positions from ``origin`` on in ``rows`` rows, and count for good what is held."""
+        self.count()
+        if (origin, rows) != (self.origin, self.rows):
+            self._hold(origin, rows)
+
     @abstractmethod
     def _hold(self, origin: int, rows: int) -> None:
-        """Hold positions from ``origin`` on in ``rows`` rows; moves what is held if its rows change."""
+        """Moves what is held if its rows change."""
 
     def _move(self, origin: int, rows: int) -> None:
         """Into fresh buffers, for one cannot shift into itself in one copy; nothing changes until they are complete."""
         kept = Span(max(origin, self.origin), max(origin, self.seen))
-        free = Span(kept.stop, origin + rows)
+        free = [Span(origin, kept.start), Span(kept.stop, origin + rows)]
         moved = []
         for old, held in zip((self.key_rows, self.value_rows), self.read(kept), strict=True):
             new, is_zero = _fresh(old, rows)
             _write(new, self.place(kept, origin, rows), held)
-            if not is_zero:
-                _write(new, self.place(free, origin, rows), 0.0)
+            for part in free if not is_zero else []:
+                _write(new, self.place(part, origin, rows), 0.0)
             moved.append(new)
         (self.key_rows, self.value_rows), self.origin = moved, origin
 
@@ -452,15 +458,11 @@ class AnchoredLayer(SlidingLayer):
     def place(positions: Span, origin: int, rows: int) -> list[Span]:
         return [Span(positions.start - origin, positions.stop - origin)]
 
-    def row_positions(self, stop: int) -> Tensor:
-        return torch.arange(self.origin, self.origin + self.rows)
-
     def first_held(self, stop: int, rows: int, keep: int) -> int:
         return roll_origin(self.origin, stop, rows, keep)
 
     def _hold(self, origin: int, rows: int) -> None:
-        if origin != self.origin or rows != self.rows:
-            self._move(origin, rows)
+        self._move(origin, rows)
 
 
 class RingLayer(SlidingLayer):
@@ -474,10 +476,6 @@ class RingLayer(SlidingLayer):
     def place(positions: Span, origin: int, rows: int) -> list[Span]:
         return ring_pieces(positions, rows)
 
-    def row_positions(self, stop: int) -> Tensor:
-        last = stop - 1
-        return last - (last - torch.arange(self.rows)) % self.rows
-
     def first_held(self, stop: int, rows: int, keep: int) -> int:
         return min(max(self.origin, stop - rows), keep)
 
@@ -489,6 +487,16 @@ class RingLayer(SlidingLayer):
 
 LAYOUTS: dict[str, type[SlidingLayer]] = {"anchored": AnchoredLayer, "ring": RingLayer}
 """How the rows of a sliding buffer are laid out."""
+
+
+OURS = frozenset(LAYOUTS.values())
+
+
+def make_room(layers: list[SlidingLayer], tokens: int) -> None:
+    """The same for layers that have seen the same tokens, which then hold the same positions in the same rows."""
+    origin, rows = layers[0].room(tokens)
+    for layer in layers:
+        layer.hold(origin, rows)
 
 
 def check_layout(layout: str) -> None:

@@ -66,9 +66,7 @@ class Rule:
         if self.padding is None:
             return None
         if keys not in self._hidden:
-            shown = self.padding[:, keys.start : keys.stop].bool()
-            if shown.shape[1] < keys.size:
-                shown = torch.nn.functional.pad(shown, (0, keys.size - shown.shape[1]))
+            shown = _shown(self.padding, keys)
             self._hidden[keys] = None if bool(shown.all()) else ~shown
         return self._hidden[keys]
 
@@ -93,23 +91,27 @@ class Rule:
             )
         return _additive(self.allowed(queries, keys, like.device), like.dtype)
 
-    def rows_allowed(self, position: int, positions: Tensor) -> Tensor:
-        """Which rows of a buffer the query at ``position`` sees, given the position that each row holds, ``[rows]``.
+    def rows_allowed(self, keys: Span, rows: list[Span], size: int, device: torch.device) -> Tensor:
+        """Which rows of a buffer one token sees, bool ``[batch or 1, 1, 1, size]``; never a look into a tensor.
 
-        Bool, ``[rows]`` or ``[batch, rows]``.
+        Args:
+            keys: the positions that it reaches, its own the last.
+            rows: where they lie, in this order.
+            size: rows of the buffer.
+            device: where the mask is wanted.
         """
-        seen = (positions >= 0) & (positions <= position) & (positions > position - self.window)
-        if self.padding is not None:
-            shown = self.padding.bool()
-            shown = torch.nn.functional.pad(shown, (0, max(0, position + 1 - shown.shape[1])))
-            seen = seen & shown.to(positions.device)[:, positions.clamp(0, position)]
-        return seen
+        shown = None if self.padding is None else _shown(self.padding, keys).to(device)
+        allowed = torch.zeros((1 if shown is None else shown.shape[0], 1, 1, size), dtype=torch.bool, device=device)
+        done = 0
+        for part in rows:
+            of_part = True if shown is None else shown[:, None, None, done : done + part.size]
+            allowed[..., part.start : part.stop] = of_part
+            done += part.size
+        return allowed
 
-    def row_mask(self, position: int, positions: Tensor, like: Tensor) -> Tensor:
-        """The same as an additive mask, ``[batch or 1, 1, 1, rows]``, in the dtype and on the device of ``like``."""
-        seen = self.rows_allowed(position, positions)
-        mask = torch.where(seen, 0.0, -torch.inf).to(like.dtype)
-        return mask.view(-1, 1, 1, positions.shape[0]).to(like.device)
+    def row_mask(self, keys: Span, rows: list[Span], size: int, like: Tensor) -> Tensor:
+        """The same as an additive mask in the dtype and on the device of ``like``."""
+        return _filled(self.rows_allowed(keys, rows, size, like.device), like.dtype)
 
     def shifts_alike(self, queries: Span, keys: Span) -> bool:
         """Whether this rectangle looks like any other of its size, shifted along the diagonal."""
@@ -193,6 +195,13 @@ def rule_of(window: int, padding: Tensor | None, segments: Tensor | None, images
     return ImageRule(window, padding, segments, images, types)
 
 
+def _shown(padding: Tensor, keys: Span) -> Tensor:
+    """Which of these keys a 2D attention mask shows, bool ``[batch, keys]``: none past its end."""
+    shown = padding[:, keys.start : keys.stop].bool()
+    lacking = keys.size - shown.shape[1]
+    return torch.nn.functional.pad(shown, (0, lacking)) if lacking else shown
+
+
 def _band(offset: int, queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """The window alone, bool ``[1, 1, queries, keys]``; the first query is ``offset`` positions after the first key."""
     query = torch.arange(offset, offset + queries, device=device)[:, None]
@@ -209,8 +218,10 @@ def _additive_band(
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if bool(allowed.all()):
-        return None
+    return None if bool(allowed.all()) else _filled(allowed, dtype)
+
+
+def _filled(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, -torch.inf)
 

@@ -47,7 +47,7 @@ class LayerCall(NamedTuple):
 
     def share(self, keys: Tensor, values: Tensor) -> None:
         """Leave keys and values to the layers that share them, if there are any."""
-        if getattr(self.layer, "store_full_length_kv", False):
+        if self.shared is not None and self.layer.store_full_length_kv:
             self.shared[self.layer.layer_type] = keys, values
 
 
@@ -240,7 +240,7 @@ class RowStep(AttendingStep):
         parts = layer.pieces(self.keys)
         # Visible rows in one stretch are cut out; those that wrap around the end of a ring are attended with the rest.
         self.rows = parts[0] if len(parts) == 1 else Span(0, layer.rows)
-        self.positions = None if len(parts) == 1 else layer.row_positions(queries.stop)
+        self.parts = parts
         self._masks: dict[tuple[object, ...], Tensor | None] = {}
 
     def part(self, start: int) -> RowStep:
@@ -278,13 +278,13 @@ class RowStep(AttendingStep):
         return self._masks[name]
 
     def _make_mask(self, like: Tensor) -> Tensor | None:
-        if self.positions is None:
+        if len(self.parts) == 1:
             all_seen = self.rule.hidden(self.keys) is None
             mask = None if all_seen else self.rule.additive(self.queries, self.keys, like)
             return explicit(mask, like, self.rows.size, self.rule)
         if self.rows.size == self.rule.window and self.rule.hidden(self.keys) is None:
             return explicit(None, like, self.rows.size, self.rule)
-        return self.rule.row_mask(self.queries.start, self.positions, like)
+        return self.rule.row_mask(self.keys, self.parts, self.rows.size, like)
 
     def time_order(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         held_keys, held_values = cache.sliding[-1].read(self.keys)  # the last sliding owner is the one that shares
@@ -305,7 +305,7 @@ class FixedRowStep(RowStep):
 
     def _whole_mask(self, layer: SlidingLayer) -> Tensor:
         """Which rows the token sees, ``[batch or 1, 1, 1, rows]``, for all layers alike."""
-        return self.rule.row_mask(self.queries.start, layer.row_positions(self.queries.stop), layer.key_rows)
+        return self.rule.row_mask(self.keys, self.parts, layer.rows, layer.key_rows)
 
     def attend(
         self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None

@@ -1,6 +1,6 @@
 """Comparison helpers: what "the same result as stock" and "exactly undone" mean, in one place.
 
-No helper needs swapatch: each runs alike on a stock model and on a patched one.
+No helper but :func:`unwritten_rows` needs swapatch: each runs alike on a stock model and on a patched one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from zoo import Model, Species, named_ids, text_config, token_type_key
+
+from swapatch.geometry import Span
 
 TOL = 1e-4  # largest difference of float32 logits that still counts as the same
 
@@ -235,6 +237,14 @@ def sliding_rows(cache: Any) -> list[int]:
             per_row = sum(tensor[..., :1, :].numel() * tensor.element_size() for tensor in tensors)
             rows.append(_bytes(tensors) // per_row)
     return rows
+
+
+def unwritten_rows(layer: Any) -> Tensor:
+    """Which rows of a sliding buffer of ours hold no position, bool ``[rows]``."""
+    unwritten = torch.ones(layer.rows, dtype=torch.bool)
+    for part in layer.pieces(Span(layer.origin, layer.seen)):
+        unwritten[part.start : part.stop] = False
+    return unwritten
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compare import assert_same_logits, assert_sensitive, forced, greedy
+from compare import assert_same_logits, assert_sensitive, forced, greedy, unwritten_rows
 from torch import Tensor
 from zoo import Species, named_ids
 
@@ -152,7 +152,7 @@ def root_mean_square(error: Tensor) -> float:
 def assert_finite_rows(cache: swapatch.CompactCache) -> None:
     """Every row is finite, and those not written are zero."""
     for layer in cache.sliding:
-        unwritten = ~torch.isin(layer.row_positions(layer.seen), torch.arange(layer.seen))
+        unwritten = unwritten_rows(layer)
         for buffer in (layer.key_rows, layer.value_rows):
             assert buffer.isfinite().all()
             assert not buffer[:, :, unwritten].any()

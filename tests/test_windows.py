@@ -382,18 +382,18 @@ def test_steps_without_gradients_after_steps_with_them(some: Species, layout: st
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_autocast(some: Species, dtype: torch.dtype) -> None:
-    """No further from the float32 truth than stock is, with room for the noise of a small sample."""
+    """No further from the float32 truth than stock is: over several prompts, for with one the noise is 20 %."""
     model = some.build(16).train()
-    ids = named_ids(model, 1, 120)
-    truth = gradients(model, ids)
+    prompts = named_ids(model, 6, 120).split(1)
+    truths = [gradients(model, ids) for ids in prompts]
 
     def error() -> float:
-        with torch.autocast("cpu", dtype):
-            logits = model(ids, use_cache=False).logits
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
-        found = parameter_gradients(model, (logits * weights).sum())
-        size = torch.stack([truth[name].norm() for name in truth]).norm()
-        return float(torch.stack([(found[name] - truth[name]).norm() for name in truth]).norm() / size)
+        squares = 0.0
+        for ids, truth in zip(prompts, truths, strict=True):
+            with torch.autocast("cpu", dtype):
+                found = gradients(model, ids)
+            squares += sum(float((found[name] - truth[name]).square().sum()) for name in truth)
+        return squares**0.5
 
     want = error()
     with swapatch.patch(model):

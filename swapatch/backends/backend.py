@@ -12,6 +12,7 @@ from torch import Tensor
 from ..cache import CompactCache
 from ..families import Family
 from ..geometry import Span
+from ..layers import SlidingLayer
 from ..rules import Rule, rule_of
 from ..step import Step
 
@@ -54,13 +55,15 @@ class ModelCall:
         return rule_of(self.window, self.padding, self.segments, self.images, self.types)
 
     @property
-    def writable_cache(self) -> CompactCache | None:
-        """The cache, if a decode step may write its row in place; else all goes through ``update``, or there is none.
+    def writable(self) -> list[SlidingLayer] | None:
+        """The sliding layers of the cache, if a decode step may write its row in place; else all goes through
+        ``update``, or there is none.
 
-        It is ours, nobody will go backward through them, and nobody has put an ``update`` of his own in its place.
+        They are ours, nobody will go backward through them, and nobody has put an ``update`` of his own in its place.
         """
-        bounded = isinstance(self.cache, CompactCache) and not torch.is_grad_enabled()
-        return self.cache if bounded and self.cache.is_bounded and not self.cache.has_own_update else None
+        if not isinstance(self.cache, CompactCache) or torch.is_grad_enabled() or self.cache.has_own_update:
+            return None
+        return self.cache.bounded
 
     @property
     def is_row(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..attention import KERNELS
 from ..attention.windowed import rows_of
 from ..geometry import Span, ceil64, past
-from ..layers import MEMORY, Memory, SlidingLayer, zeros_like_rows
+from ..layers import MEMORY, Memory, SlidingLayer, make_room, zeros_like_rows
 from ..step import FixedRowStep, LayerCall, Step
 from . import spyre
 from .backend import Backend, ModelCall
@@ -28,8 +28,8 @@ class Spyre(Backend):
         spyre.operator()
 
     def begin(self, call: ModelCall) -> Step | str:
-        cache = call.writable_cache
-        if cache is None:
+        layers = call.writable
+        if layers is None:
             return "the Spyre operator has no gradient, and attends the rows of a CompactCache only"
         spyre.operator()
         spyre.check_dtype(call.like.dtype)
@@ -38,18 +38,18 @@ class Spyre(Backend):
         on_host = ModelCall(**{**vars(call), "padding": padding, "types": types})
         if not call.is_row:
             return SpyrePrefill(on_host)
-        for layer in cache.sliding:
-            layer.make_room(1)
-        return SpyreDecode(call.family, on_host.rule, call.queries, cache.sliding[0], KERNELS["reference"])
+        make_room(layers, 1)
+        return SpyreDecode(call.family, on_host.rule, call.queries, layers[0], KERNELS["reference"])
 
 
 class SpyreDecode(FixedRowStep):
     """One token: the same compiled call for every position and every layer of a kind."""
 
     def _whole_mask(self, layer: SlidingLayer) -> Tensor:
-        seen = self.rule.rows_allowed(self.queries.start, layer.row_positions(self.queries.stop))
-        allowed = seen.view(-1, 1, 1, layer.rows).expand(layer.key_rows.shape[0], 1, 1, layer.rows)
-        return spyre.additive(allowed, layer.key_rows.dtype, layer.key_rows.device)
+        allowed = self.rule.rows_allowed(self.keys, self.parts, layer.rows, torch.device("cpu"))
+        return spyre.additive(
+            allowed.expand(layer.key_rows.shape[0], 1, 1, layer.rows), layer.key_rows.dtype, layer.key_rows.device
+        )
 
     def run(self, call: LayerCall) -> Tensor:
         layer = call.layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..attention import BLOCK, KERNELS
+from ..layers import make_room
 from ..step import FixedRowStep, RowStep, Step, WindowStep
 from .backend import Backend, ModelCall
 
@@ -20,13 +21,12 @@ class Windowed(Backend):
         self.block = block
 
     def begin(self, call: ModelCall) -> Step | str:
-        cache = call.writable_cache
-        if cache is None or not call.is_row:
+        layers = call.writable
+        if layers is None or not call.is_row:
             return WindowStep(call.family, call.rule, call.queries, call.keys, self.name, self.block)
-        for layer in cache.sliding:
-            layer.make_room(1)
-        step = FixedRowStep if cache.fixed or call.fixed else RowStep
-        return step(call.family, call.rule, call.queries, cache.sliding[0], KERNELS[self.name])
+        make_room(layers, 1)
+        step = FixedRowStep if call.cache.fixed or call.fixed else RowStep
+        return step(call.family, call.rule, call.queries, layers[0], KERNELS[self.name])
 
 
 class Reference(Windowed):
