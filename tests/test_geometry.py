@@ -2,7 +2,7 @@
 
 import pytest
 
-from swapatch.geometry import Span, anchored_rows, ceil64, past, query_blocks, roll_origin, visible
+from swapatch.geometry import Span, anchored_rows, ceil64, past, query_blocks, ring_pieces, roll_origin, visible
 
 
 @pytest.mark.parametrize("window", range(2, 200))
@@ -32,3 +32,13 @@ def test_query_blocks_cover_once() -> None:
     blocks = list(query_blocks(Span(3, 1000), 256))
     assert [position for block in blocks for position in range(*block)] == list(range(3, 1000))
     assert max(block.size for block in blocks) == 256
+
+
+@pytest.mark.parametrize("rows", (64, 128))
+def test_a_ring_is_cut_where_it_wraps_and_nowhere_else(rows: int) -> None:
+    for start in range(2 * rows):
+        for size in range(1, rows + 1):
+            parts = ring_pieces(Span(start, start + size), rows)
+            wanted = [position % rows for position in range(start, start + size)]
+            assert [row for part in parts for row in range(*part)] == wanted
+            assert len(parts) == 1 + (wanted[-1] < wanted[0])
