@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -13,6 +14,19 @@ from ..plan import GLOBAL, SLIDING, UNPATCHED, ModelPlan, layers_of, refuse, win
 
 Projected = tuple[Tensor, Tensor | None, Tensor | None]
 """Query, key and value, ``[batch, heads, tokens, head_dim]`` each; no key and value where a layer shares another's."""
+
+Norm = Callable[[Any, Tensor], Tensor]
+"""``(module, states) -> states``."""
+
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(states, cos, sin) -> states``, cosines and sines broadcast over the heads."""
+
+
+def run(norm: Any, states: Tensor) -> Tensor:
+    """A norm as the model has it."""
+    result: Tensor = norm(states)
+    return result
+
 
 Masks = dict[str, Tensor | None]
 """Masks of a call by layer type."""
@@ -59,11 +73,28 @@ class Family(ABC):
         return getattr(text, "use_bidirectional_attention", None) == "vision"
 
     @abstractmethod
-    def project(self, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        """Query, key and value of new tokens, ``hidden [batch, tokens, hidden]``, rotated to their positions.
+    def project(
+        self,
+        attention: Any,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norm: Norm = run,
+        rotate: Rotate | None = None,
+    ) -> Projected:
+        """Query, key and value of new tokens, rotated to their positions.
 
-        ``cos`` and ``sin`` are ``[batch, tokens, head_dim]``.
+        Args:
+            attention: the layer.
+            hidden: ``[batch, tokens, hidden]``.
+            cos, sin: ``[batch, tokens, head_dim]``.
+            norm: applies one of the layer's norms.
+            rotate: applies cosines and sines; None for the model's own function.
         """
+
+    @abstractmethod
+    def norm_weight(self, norm: Any) -> Tensor | None:
+        """What a norm of this family multiplies by, ``[head_dim]``, or None."""
 
     def masks(self, config: Any, types: Tensor | None, *, ahead: bool, **call: Any) -> Masks:
         """The masks of both kinds of layer that the outer model makes, by its own function.

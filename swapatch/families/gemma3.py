@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.gemma3 import modeling_gemma3 as modeling
 
-from .family import Family, Masks, Projected
+from .family import Family, Masks, Norm, Projected, Rotate, run
 
 
 class Gemma3(Family):
@@ -25,15 +25,30 @@ class Gemma3(Family):
     def sees_images(self, config: Any, text: Any) -> bool:
         return config is not text
 
-    def project(self, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
+    def project(
+        self,
+        attention: Any,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norm: Norm = run,
+        rotate: Rotate | None = None,
+    ) -> Projected:
         heads = (*hidden.shape[:2], -1, attention.head_dim)
         # [batch, tokens, heads * head_dim] -> [batch, heads, tokens, head_dim]
         query = attention.q_proj(hidden).view(heads).transpose(1, 2)
         key = attention.k_proj(hidden).view(heads).transpose(1, 2)
         value = attention.v_proj(hidden).view(heads).transpose(1, 2)
-        query, key = attention.q_norm(query), attention.k_norm(key)
-        query, key = self.modeling.apply_rotary_pos_emb(query, key, cos, sin)
-        return query, key, value
+        query, key = norm(attention.q_norm, query), norm(attention.k_norm, key)
+        if rotate is None:
+            query, key = self.modeling.apply_rotary_pos_emb(query, key, cos, sin)
+            return query, key, value
+        cos, sin = cos[:, None], sin[:, None]
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+    def norm_weight(self, norm: Any) -> Tensor:
+        weight: Tensor = 1.0 + norm.weight
+        return weight
 
     def masks(self, config: Any, types: Tensor | None, *, ahead: bool, **call: Any) -> Masks:
         maker = modeling.Gemma3ForConditionalGeneration.create_masks_for_generate
