@@ -30,6 +30,9 @@ logger = logging.getLogger("swapatch")
 
 _HANDLE = "_swapatch_handle"
 
+ADAPTED = "_spyre_"
+"""How the attributes begin that the public adapters for Spyre leave on a model (torch-spyre/hf-adapters, 2026)."""
+
 
 def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict: bool = False) -> PatchHandle:
     """Patch a loaded Gemma model in place, so that its sliding layers keep and attend only their window.
@@ -78,7 +81,7 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
     _check_transformers(plan, strict)
     if backend in BACKENDS:
         BACKENDS[backend].check()
-    parts = _locate(model, plan)
+    parts = _locate(model, plan, backend)
     handle = PatchHandle(model, plan, layout, backend, UndoLog())
     try:
         _apply(handle, plan, parts)
@@ -225,11 +228,12 @@ class PatchHandle:
 
 @dataclass
 class _Parts:
-    """The modules of a model that are touched, with their names."""
+    """The modules of a model that are touched, with their names; ``whole`` with the attention of global layers."""
 
     family: Family
     text: tuple[str, nn.Module]
     attentions: list[tuple[str, nn.Module]]
+    whole: bool
     outer: list[tuple[str, nn.Module]]
     generators: list[tuple[str, nn.Module]]
 
@@ -258,10 +262,20 @@ def _covers(handle: PatchHandle, model: nn.Module) -> bool:
     return all(id(module) in patched for module in model.modules() if isinstance(module, GenerationMixin))
 
 
-def _locate(model: Any, plan: ModelPlan) -> _Parts:
+def _locate(model: Any, plan: ModelPlan, backend: str) -> _Parts:
     """Find what to touch, and refuse what does not look as expected."""
     family = family_of(plan.model_type)
     named = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    for name, module in named.items():
+        if left := [attribute for attribute in vars(module) if attribute.startswith(ADAPTED)]:
+            raise UnsupportedModelError(
+                explain(
+                    f"{left[0]} on {name or type(model).__name__}: a model that was prepared for Spyre already",
+                    "a model as transformers loads it: a prepared one calls neither self_attn.forward nor a cache, "
+                    "so that a patch would change nothing",
+                    "load it by transformers and patch that, or go on with the adapter alone",
+                )
+            )
     texts = [name for name, module in named.items() if isinstance(module, family.text_model)]
     if len(texts) != 1:
         raise UnsupportedModelError(
@@ -272,7 +286,8 @@ def _locate(model: Any, plan: ModelPlan) -> _Parts:
             )
         )
     prefix = f"{texts[0]}.layers" if texts[0] else "layers"
-    names = [f"{prefix}.{i}.self_attn" for i in plan.sliding]
+    whole = choose(backend, next(model.parameters()).device).whole
+    names = [f"{prefix}.{i}.self_attn" for i in (range(len(plan.layers)) if whole else plan.sliding)]
     if lacking := [name for name in names if name not in named]:
         raise UnsupportedModelError(
             explain(
@@ -287,7 +302,7 @@ def _locate(model: Any, plan: ModelPlan) -> _Parts:
     generators = [(name, module) for name, module in named.items() if isinstance(module, GenerationMixin)]
     around = family.outer_model
     outer = [(name, module) for name, module in named.items() if around and isinstance(module, around)]
-    return _Parts(family, (texts[0], named[texts[0]]), attentions, outer, generators)
+    return _Parts(family, (texts[0], named[texts[0]]), attentions, whole, outer, generators)
 
 
 def _check_attention(name: str, attention: nn.Module, family: Family) -> None:
@@ -321,11 +336,13 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
         log.set(f"{name}.{slot}", attention, slot, MethodType(forward, attention))
         shown = partial(_describe, attention, plan.window, handle.layout, handle.backend)
         log.set(f"{name}.extra_repr", attention, "extra_repr", shown)  # for print(model)
-    options = Options(parts.family, handle.layout, handle.backend, text, not plan.bidirectional, handle._calls)
+    options = Options(
+        parts.family, handle.layout, handle.backend, text, not plan.bidirectional, parts.whole, handle._calls
+    )
     inner = [module for _, module in (*parts.outer, parts.text)]
     for name, generator in parts.generators:
         prefix = f"{name}." if name else ""
-        wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
+        wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(options))
         log.set(f"{prefix}{PREPARE_CACHE}", generator, PREPARE_CACHE, wrapper)
         stock = getattr(generator, MAKE_MASKS, create_masks_for_generate)
         log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, options, (generator, *inner)))

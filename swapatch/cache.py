@@ -83,6 +83,11 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return [layers[index] for index in self._owners if type(layers[index]) in OURS]
 
     @property
+    def own(self) -> list[SlidingLayer]:
+        """All layers that are ours: these, and global ones where a backend computes them."""
+        return [self.layers[index] for index in self._storing if type(self.layers[index]) in OURS]
+
+    @property
     def bounded(self) -> list[SlidingLayer] | None:
         """The same, if every sliding layer still is one of ours; else None, and it is a cache like any other."""
         sliding = self.sliding

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from ._compat import CACHE_NAME, CACHE_NAMES, cache_in
 from ._errors import CacheStateError, explain
@@ -39,10 +40,13 @@ from .foreign import forward_slot, hand_in, is_known, sees_call
 from .geometry import Span
 from .masks import global_mask, rule_name
 from .plan import GLOBAL, SLIDING, text_config
-from .step import FixedRowStep, Step, forward
+from .step import FixedRowStep, RowStep, Step, forward
 from .switch import is_disabled
 
 logger = logging.getLogger("swapatch")
+
+_TOKENS = ("input_ids", "inputs_embeds")
+"""The arguments of a model of which it takes one."""
 
 KNOWN_ATTENTION = ("sdpa", "eager")
 """Attention implementations that swapatch stands in for; with another one the stock code attends compact rows."""
@@ -58,6 +62,7 @@ class Options:
         backend: who computes the attention.
         text: the text model.
         causal: whether no token ever sees a later one; else tokens of one image see each other both ways.
+        whole: whether the attention of global layers is replaced as well.
         calls: counts what happens.
     """
 
@@ -66,6 +71,7 @@ class Options:
     backend: str
     text: Any
     causal: bool
+    whole: bool = False
     calls: Calls = field(default_factory=Calls)
 
 
@@ -109,7 +115,7 @@ class ModelForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(self.names, args)), **kwargs}  # noqa: B905  # as many as were given
-        given = [call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None]
+        given = [call[name] for name in _TOKENS if call.get(name) is not None]
         if len(given) != 1 or len(args) > len(self.names):
             return self._stock(*args, **kwargs)
         if is_known(self._stock):
@@ -119,13 +125,17 @@ class ModelForward:
             self.options.calls.count("stock", "somebody's own forward of the text model")
         if not self.is_text:
             return self._stock(*args, **kwargs)
+        step = _sliding_mask(call)
+        lead = step.lead if isinstance(step, Step) and not args else 0
+        if lead:
+            kwargs = _lengthened(call, lead)
         try:
             output = self._stock(*args, **kwargs)
         except BaseException:
             _take_back(call)
             raise
         _leave(call, output)
-        return output
+        return _shortened(output, given[0].shape[1] + lead, lead) if lead else output
 
     def _rewrite(self, call: dict[str, Any], given: Tensor) -> None:
         """Change the arguments of a call to what it needs."""
@@ -151,7 +161,6 @@ class ModelForward:
             call["attention_mask"] = masks
             step = masks[SLIDING]
             if traced and isinstance(step, FixedRowStep) and self.before is None and call.get("position_ids") is None:
-                # As a tensor, for stock would count it from a number, which would make a graph of its own.
                 call["position_ids"] = step.place
 
     def _makes_cache(self, module: Any, call: dict[str, Any], given: Tensor) -> bool:
@@ -169,7 +178,7 @@ class ModelForward:
     def _masks_for(self, module: Any, call: dict[str, Any], given: Tensor, traced: bool) -> dict[str, Any] | Left:
         """What goes into the call in the place of its attention mask, by layer type."""
         config, cache = text_config(module), cache_in(call)
-        like = torch.empty((*given.shape[:2], 0), dtype=_dtype(module, given, self.options.text), device=given.device)
+        like = stand_in(self.options, given, _dtype(module, given, self.options.text))
         uneven = open_cache(cache, config, like.shape[0]) if isinstance(cache, CompactCache) else None
         positions = call.get("position_ids") if self._may_be_packed(module, call) else None
         between = () if self.is_text else (self.options.text,)
@@ -177,7 +186,7 @@ class ModelForward:
             masks: dict[str, Any] | Left = reason
         else:
             types = call.get(self.types_name or "")
-            asked = Request(cache, like, call.get("attention_mask"), types, positions, fixed=traced)
+            asked = Request(cache, like, given.device, call.get("attention_mask"), types, positions, fixed=traced)
             masks = begin_step(self.options, config, asked)
         if isinstance(masks, Left):
             if self.is_text:  # else the text model finds it, too
@@ -208,7 +217,8 @@ class Request(NamedTuple):
 
     Attributes:
         cache: of the call, or None.
-        like: stands for the embeddings, ``[batch, tokens, any]``: shape, dtype and device.
+        like: stands for the embeddings, ``[batch, tokens, any]``: shape, dtype, and the device where masks are made.
+        device: where the model is.
         padding: its 2D attention mask, ``[batch, positions]``.
         types: its token types, ``[batch, positions]``, where tokens of one image see each other both ways.
         positions: its position ids, ``[batch or 1, tokens]``, if they may show packed sequences.
@@ -218,11 +228,18 @@ class Request(NamedTuple):
 
     cache: Any
     like: Tensor
+    device: torch.device
     padding: Tensor | None
     types: Tensor | None
     positions: Tensor | None = None
     fixed: bool = False
     ahead: bool = False
+
+
+def stand_in(options: Options, given: Tensor, dtype: torch.dtype) -> Tensor:
+    """What stands for the embeddings of given tokens, ``[batch, tokens, ...]``, where masks are made for them."""
+    device = "cpu" if choose(options.backend, given.device).host_masks else given.device
+    return torch.empty((*given.shape[:2], 0), dtype=dtype, device=device)
 
 
 def begin_step(options: Options, config: Any, asked: Request) -> dict[str, Any] | Left:
@@ -231,7 +248,7 @@ def begin_step(options: Options, config: Any, asked: Request) -> dict[str, Any] 
     Raises:
         SpyreContractError: when the Spyre operator cannot be used.
     """
-    cache, like, padding, types, positions, fixed, ahead = asked
+    cache, like, device, padding, types, positions, fixed, ahead = asked
     batch, tokens = like.shape[:2]
     place = _place_of(cache, config, tokens, fixed)
     if isinstance(place, Left):
@@ -239,6 +256,8 @@ def begin_step(options: Options, config: Any, asked: Request) -> dict[str, Any] 
     if padding is not None and not (isinstance(padding, Tensor) and padding.ndim == 2):
         return Left("a ready-made mask")
     seen, keys = place
+    if like.device != device:
+        padding, types, positions = (None if given is None else given.cpu() for given in (padding, types, positions))
     segments = None
     if cache is None and padding is not None and padding.shape[1] != tokens:
         return Left("a mask for other tokens than those of the call, and no cache")
@@ -246,32 +265,38 @@ def begin_step(options: Options, config: Any, asked: Request) -> dict[str, Any] 
         segments = _segments(positions).expand(batch, -1)
         if types is not None and not fixed and _packed(segments):
             return Left("packed sequences with images")
-    # The global mask first: it reads how long the cache is, and a failure must leave the cache alone.
-    full = global_mask(options.family, config, cache, seen, like, padding, types, positions, ahead)
     if torch.is_grad_enabled():  # what is kept for the way back must not be the caller's, who may write over it
         padding, types = (None if given is None else given.clone() for given in (padding, types))
     queries = Span(seen, seen + tokens)
-    backend = choose(options.backend, like.device)
+    backend = choose(options.backend, device)
     call = ModelCall(
         family=options.family,
+        config=config,
         window=config.sliding_window,
         cache=cache,
         queries=queries,
         keys=keys,
         like=like,
+        device=device,
         padding=padding,
         segments=segments,
         types=types,
         images=rule_name(options.family, ahead),
         causal=options.causal,
         fixed=fixed,
+        whole=options.whole,
     )
-    step = backend.begin(call)
-    if isinstance(step, str):
-        return Left(step)
+    masks: dict[str, Any] = {}
+    if GLOBAL not in backend.kinds(call):
+        # First: it reads how long the cache is, and a failure must leave the cache alone.
+        full = global_mask(options.family, config, cache, seen, like, padding, types, positions, ahead)
+        masks[GLOBAL] = full if full is None else full.to(device)
+    steps = backend.begin(call)
+    if isinstance(steps, str):
+        return Left(steps)
     if not fixed:
-        logger.debug("positions %d to %d: %s, %s", *queries, type(step).__name__, backend.name)
-    return {GLOBAL: full, SLIDING: step}
+        logger.debug("positions %d to %d: %s, %s", *queries, type(steps[SLIDING]).__name__, backend.name)
+    return {**masks, **steps}
 
 
 def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, Span] | Left:
@@ -314,7 +339,7 @@ def why_stock(call: dict[str, Any], config: Any, options: Options, between: tupl
         return Left("torch.jit.trace")
     if any(map(sees_call, between)):
         return Left("somebody who sees the masks on their way")
-    reason = hand_in(config, options.family, options.text, forward)
+    reason = hand_in(config, options.family, options.text, forward, options.whole)
     return None if reason is None else Left(reason)
 
 
@@ -337,7 +362,8 @@ def open_cache(cache: CompactCache, config: Any, batch: int) -> Left | None:
                 "make one from it: swapatch.CompactCache(model)",
             )
         )
-    for layer in cache.sliding:
+    own = cache.own
+    for layer in own:
         layer.settle()
     layers = cache.bounded
     if layers is None:
@@ -353,7 +379,7 @@ def open_cache(cache: CompactCache, config: Any, batch: int) -> Left | None:
                 "start a new cache: an interrupted forward left this one half written",
             )
         )
-    for layer in layers:
+    for layer in own:
         layer.leave_inference_mode()
     held = next((layer.key_rows.shape[0] for layer in layers if layer.seen), batch)
     if held != batch:
@@ -370,21 +396,53 @@ def open_cache(cache: CompactCache, config: Any, batch: int) -> Left | None:
 
 def _leave(call: dict[str, Any], output: Any) -> None:
     """After the text model's forward."""
-    step, cache = _sliding_mask(call), cache_in(call)
-    if isinstance(step, Step):
-        shared = getattr(output, "shared_kv_states", None)
-        if shared and SLIDING in shared:
-            shared[SLIDING] = step.time_order(cache, *shared[SLIDING])
+    masks, cache = call.get("attention_mask"), cache_in(call)
+    if isinstance(masks, dict) and (shared := getattr(output, "shared_kv_states", None)):
+        for kind, step in masks.items():
+            if isinstance(step, Step) and kind in shared:
+                shared[kind] = step.time_order(cache, *shared[kind])
     if isinstance(cache, CompactCache):
         cache.lengths_before = None
 
 
 def _take_back(call: dict[str, Any]) -> None:
     """The text model's forward failed: a token that was written in place was not seen."""
-    step, cache = _sliding_mask(call), cache_in(call)
-    if isinstance(step, Step) and isinstance(cache, CompactCache):
-        for layer in cache.sliding:
-            layer.take_back(step)
+    masks, cache = call.get("attention_mask"), cache_in(call)
+    if isinstance(masks, dict) and isinstance(cache, CompactCache):
+        for step in masks.values():
+            if isinstance(step, RowStep):  # others have written over rows that are visible without them
+                for layer in cache.own:
+                    layer.take_back(step)
+
+
+def _lengthened(call: dict[str, Any], lead: int) -> dict[str, Any]:
+    """A call of the text model with rows in front of its tokens, added on the CPU.
+
+    There it is no work for a compiler, which a card would have for each number of tokens.
+    """
+    longer = dict(call)
+    device = next(call[name] for name in _TOKENS if call.get(name) is not None).device
+    if longer.get("position_ids") is None:
+        longer["position_ids"] = torch.arange(*_sliding_mask(call).queries)[None]
+    for name in (*_TOKENS, "per_layer_inputs", "position_ids"):
+        if (rows := longer.get(name)) is not None:
+            front = (0, 0) * (rows.ndim - 2) + (lead, 0)
+            longer[name] = torch.nn.functional.pad(rows.cpu(), front).to(device)
+    if isinstance(kept := longer.get("logits_to_keep"), Tensor):
+        longer["logits_to_keep"] = torch.where(kept < 0, kept, kept + lead)
+    return longer
+
+
+def _shortened(output: Any, rows: int, lead: int) -> Any:
+    """What the text model gives, of ``rows`` rows, without those that were put in front."""
+    if isinstance(output, Tensor):
+        return output[:, lead:] if output.ndim > 1 and output.shape[1] == rows else output
+    if isinstance(output, tuple):
+        return tuple(_shortened(part, rows, lead) for part in output)
+    if isinstance(output, ModelOutput):
+        for name in list(output):
+            output[name] = _shortened(output[name], rows, lead)
+    return output
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

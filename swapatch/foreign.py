@@ -75,7 +75,7 @@ def _is_built_in(function: Any) -> bool:
     return str(module).partition(".")[0] in ("torch", "builtins", "functools")
 
 
-def hand_in(config: Any, family: Family, text: Any, forward: Any) -> str | None:
+def hand_in(config: Any, family: Family, text: Any, forward: Any, whole: bool) -> str | None:
     """In words, who else has a hand in the sliding layers of a text model, or None.
 
     Args:
@@ -83,8 +83,9 @@ def hand_in(config: Any, family: Family, text: Any, forward: Any) -> str | None:
         family: of the model.
         text: the text model.
         forward: what a patched attention layer runs.
+        whole: whether global layers are patched as well.
     """
-    return _in_functions(config, family) or next(_in_layers(config, text, forward), None)
+    return _in_functions(config, family) or next(_in_layers(config, text, forward, whole), None)
 
 
 def _in_functions(config: Any, family: Family) -> str | None:
@@ -103,12 +104,12 @@ def _in_functions(config: Any, family: Family) -> str | None:
     return None
 
 
-def _in_layers(config: Any, text: Any, forward: Any) -> Iterator[str]:
+def _in_layers(config: Any, text: Any, forward: Any, whole: bool) -> Iterator[str]:
     implementation = config._attn_implementation
     weights = implementation == "eager"
     if any(not is_known(hook) for hook in _global_hooks(weights)):
         yield "a hook on all modules that sees masks or weights"
-    shares = getattr(config, "num_kv_shared_layers", 0)
+    shares = whole or bool(getattr(config, "num_kv_shared_layers", 0))
     classes: set[type] = set()  # those found known so far: a model has two here, and many layers
     for index, (kind, layer) in enumerate(zip(config.layer_types, text.layers, strict=False)):
         if kind != SLIDING and not shares:  # global layers are shown what sliding ones share with each other
@@ -122,7 +123,7 @@ def _in_layers(config: Any, text: Any, forward: Any) -> Iterator[str]:
             continue
         if reason := _on(attention, weights, classes):
             yield f"{reason} in layer {index}"
-        if kind != SLIDING:
+        if kind != SLIDING and not whole:
             continue
         if not _runs(attention, forward):
             yield f"somebody's own forward of the attention in layer {index}"

@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ._compat import CACHE_NAME, cache_in
 from .cache import CompactCache, make_cache
-from .entry import Left, Options, Request, begin_step, by_name, kind_of, open_cache, why_stock
+from .entry import Left, Options, Request, begin_step, by_name, kind_of, open_cache, stand_in, why_stock
 from .foreign import is_known
 from .plan import SLIDING, text_config
 from .switch import is_disabled
@@ -27,6 +27,10 @@ MAKE_MASKS = "create_masks_for_generate"
 """The attribute where ``generate`` looks for a model's own way to make masks ahead of a call with a static cache."""
 
 
+_FIXABLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+"""The modes of ``generate`` that ask nothing of a cache which one of fixed size could not do."""
+
+
 @dataclass
 class CacheMaker:
     """Lets stock make its cache, and puts a compact one in the place of a plain dynamic or static one.
@@ -34,7 +38,7 @@ class CacheMaker:
     A cache that the caller passed, a quantized or offloaded one, or none at all, stays what it is.
     """
 
-    layout: str
+    options: Options
 
     def __call__(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         call = by_name(wrapped, args, kwargs)
@@ -46,13 +50,16 @@ class CacheMaker:
         drafts = call["generation_mode"] == GenerationMode.ASSISTED_GENERATION
         kinds = (DynamicCache,) if drafts else (DynamicCache, StaticCache)
         if passed is None and type(made) in kinds and not made.offloading and not is_disabled():
-            model_kwargs[CACHE_NAME] = self._compact(instance.config, made) or made
+            longest = None
+            if type(made) is StaticCache:
+                longest = max(layer.get_max_length() for layer in made.layers)
+            elif self.options.whole and call["generation_mode"] in _FIXABLE:
+                longest = call["max_cache_length"]
+            model_kwargs[CACHE_NAME] = self._compact(instance.config, made, longest) or made
         return result
 
-    def _compact(self, config: Any, made: Any) -> CompactCache | None:
-        fixed = type(made) is StaticCache
-        longest = max(layer.get_max_length() for layer in made.layers) if fixed else None
-        compact = make_cache(config, max_cache_len=longest, layout=self.layout)
+    def _compact(self, config: Any, made: Any, longest: int | None) -> CompactCache | None:
+        compact = make_cache(config, max_cache_len=longest, layout=self.options.layout)
         if compact is not None and any(getattr(layer, "record_past", False) for layer in made.layers):
             compact.activate_past_recording()
         return compact
@@ -85,17 +92,19 @@ class StepMaker:
         return masks
 
     def _begin(self, call: dict[str, Any], cache: Any, config: Any) -> dict[str, Any] | Left:
-        like = call["inputs_embeds"]
+        given = call["inputs_embeds"]
         if cache is None:
             return Left("masks asked for without a cache")
         if not (is_known(self.stock) and is_known(self.between[0].prepare_inputs_for_generation)):
             return Left("somebody's own masks or preparation of the inputs")
         if isinstance(reason := why_stock(call, config, self.options, self.between), Left):
             return reason
-        if isinstance(cache, CompactCache) and isinstance(uneven := open_cache(cache, config, like.shape[0]), Left):
+        if isinstance(cache, CompactCache) and isinstance(uneven := open_cache(cache, config, given.shape[0]), Left):
             return uneven
         types = None if self.options.causal else call.get(self.options.family.types_name or "")
-        return begin_step(self.options, config, Request(cache, like, call.get("attention_mask"), types, ahead=True))
+        like = stand_in(self.options, given, given.dtype)
+        asked = Request(cache, like, given.device, call.get("attention_mask"), types, ahead=True)
+        return begin_step(self.options, config, asked)
 
 
 class MethodWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not generic at run time

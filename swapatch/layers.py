@@ -25,11 +25,13 @@ class Memory(NamedTuple):
 
     Attributes:
         zeros: ``(shape, dtype, device) -> Tensor``.
-        born_zero: whether a fresh buffer is made of zeros always, since filling a part of one is dear there.
+        shift: ``(buffer, by) -> Tensor``: row ``r`` takes over row ``r + by``, in place; None where a fresh buffer
+            will do. Where it is given a fresh buffer is made of zeros always, since filling a part of one is dear
+            there.
     """
 
     zeros: Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
-    born_zero: bool = False
+    shift: Callable[[Tensor, int], Tensor] | None = None
 
 
 def _plain_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,14 +44,19 @@ MEMORY: dict[str, Memory] = {}
 """The kinds of device that want another :class:`Memory` than the plain one; a backend adds its own."""
 
 
+def memory_of(like: Tensor) -> Memory:
+    """How buffers are allocated where this tensor is."""
+    return MEMORY.get(like.device.type, PLAIN)
+
+
 class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
     """Keys and values of one sliding layer in a bounded buffer; subclasses say which row holds which position.
 
     The buffers ``key_rows`` and ``value_rows`` are ``[batch, kv_heads, rows, head_dim]``, zero where nothing was
     written. Positions from ``origin`` to ``seen`` are held. ``keys`` and ``values`` are what a reader is shown of them.
 
-    A decode step changes no integer here, which a compiled graph would read: it leaves itself in ``step``, and ``seen``
-    adds its token until :meth:`count` does so for good.
+    A step that writes in place changes no integer here, which a compiled graph would read: it leaves itself in
+    ``step``, and until :meth:`count` takes them over for good ``seen`` and ``origin`` are those after it.
 
     Args:
         window: number of keys a query sees, itself included.
@@ -64,10 +71,11 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def __init__(self, window: int, max_cache_len: int | None = None) -> None:
         self._lent: list[Tensor | None] | None = None
-        self.step: Any = None  # the last step that wrote a row in place, until the next one
-        self._seen = self._recorded = self.origin = 0
+        self.step: Any = None  # the last step that wrote in place, until the next one
+        self._seen = self._recorded = self._origin = 0
         self.record_past = False
         super().__init__()
+        self._lent = None  # the None that it has put there counts for nothing
         self.sliding_window = window
         self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
         self.is_compileable = max_cache_len is not None
@@ -106,7 +114,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     @property
     def seen(self) -> int:
-        """Tokens seen so far, with the one that a step has written in place."""
+        """Tokens seen so far, with those that a step has written in place."""
         return self._seen if self.step is None else int(self.step.queries.stop)
 
     @seen.setter
@@ -115,9 +123,19 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self._seen = tokens
 
     @property
+    def origin(self) -> int:
+        """The first position that is held; below 0 if the first rows stand for no token."""
+        return self._origin if self.step is None else int(self.step.origin)
+
+    @origin.setter
+    def origin(self, position: int) -> None:
+        self.count()
+        self._origin = position
+
+    @property
     def recorded(self) -> int:
         """Tokens that a crop must be able to take back, so nothing they need is forgotten."""
-        return self._recorded + (self.record_past and self.step is not None)
+        return self._recorded + (self.step.queries.size if self.record_past and self.step is not None else 0)
 
     @recorded.setter
     def recorded(self, tokens: int) -> None:
@@ -125,9 +143,9 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self._recorded = tokens
 
     def count(self) -> None:
-        """Count the row that the last step wrote for good."""
+        """Count the rows that the last step wrote for good."""
         if self.step is not None:
-            self._recorded, self._seen, self.step = self.recorded, self.seen, None
+            self._recorded, self._seen, self._origin, self.step = self.recorded, self.seen, self.origin, None
 
     def take_back(self, step: Any) -> None:
         """A step failed on its way through the model: the row that it may have written here never was."""
@@ -191,6 +209,12 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def _move(self, origin: int, rows: int) -> None:
         """Into fresh buffers, for one cannot shift into itself in one copy; nothing changes until they are complete."""
+        shift = memory_of(self.key_rows).shift
+        if shift is not None and rows == self.rows:
+            by = origin - self.origin
+            self.key_rows, self.value_rows = shift(self.key_rows, by), shift(self.value_rows, by)
+            self.origin = origin
+            return
         kept = Span(max(origin, self.origin), max(origin, self.seen))
         free = [Span(origin, kept.start), Span(kept.stop, origin + rows)]
         moved = []
@@ -320,7 +344,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             return False
         # They may be of another batch, dtype or device, and the count set to that of rows which lie elsewhere by now.
         placed = self.origin <= shown.start and shown.stop - self.origin <= self.rows
-        if not (placed and _alike(self.key_rows, keys) and _alike(self.value_rows, values)):
+        if not (placed and alike(self.key_rows, keys) and alike(self.value_rows, values)):
             rows = max(self.rows, self.base_rows(self.sliding_window), ceil64(shown.size))
             self.key_rows, self.value_rows = zeros_like_rows(keys, rows), zeros_like_rows(values, rows)
             self.origin = self.origin if placed else shown.start
@@ -408,7 +432,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         if not self.is_initialized:
             return None
         left = self.seen - tokens
-        self._fill(Span(max(left, self.origin), self.seen), 0.0, 0.0)
+        if memory_of(self.key_rows).shift is None:
+            self._fill(Span(max(left, self.origin), self.seen), 0.0, 0.0)
         self.seen, self.recorded = left, 0
         if not left:
             self.origin = 0
@@ -485,11 +510,41 @@ class RingLayer(SlidingLayer):
         self.origin = origin
 
 
+class GlobalLayer(AnchoredLayer):
+    """A layer that forgets nothing: all positions of a cache of fixed size in one buffer, row ``r`` for position ``r``.
+
+    A window as long as the buffer, for a backend that computes global layers as well.
+
+    Args:
+        max_cache_len: tokens that it has room for.
+    """
+
+    is_sliding = False
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len, max_cache_len)
+
+    @staticmethod
+    def base_rows(window: int) -> int:
+        return ceil64(window)
+
+    def room(self, tokens: int) -> tuple[int, int]:
+        if self.seen + tokens > self.least:
+            raise CacheStateError(
+                explain(
+                    f"{tokens} tokens behind {self.seen} in a cache for {self.least}",
+                    "no more tokens than the cache was made for",
+                    "make it with a larger max_cache_len",
+                )
+            )
+        return 0, self.base_rows(self.least)
+
+
 LAYOUTS: dict[str, type[SlidingLayer]] = {"anchored": AnchoredLayer, "ring": RingLayer}
 """How the rows of a sliding buffer are laid out."""
 
 
-OURS = frozenset(LAYOUTS.values())
+OURS = frozenset((*LAYOUTS.values(), GlobalLayer))
 
 
 def make_room(layers: list[SlidingLayer], tokens: int) -> None:
@@ -542,7 +597,7 @@ def _padded(rows: Tensor, least: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, lacking)) if lacking > 0 else rows
 
 
-def _alike(buffer: Tensor | None, rows: Tensor) -> bool:
+def alike(buffer: Tensor | None, rows: Tensor) -> bool:
     """Whether these rows can be written into a buffer."""
     if buffer is None:
         return False
@@ -559,12 +614,12 @@ def zeros_like_rows(like: Tensor, rows: int) -> Tensor:
     """A buffer of zeros, ``[batch, heads, rows, head_dim]``, on the device of ``like`` and as that device wants it."""
     batch, heads, _, dim = like.shape
     with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
-        return MEMORY.get(like.device.type, PLAIN).zeros((batch, heads, rows, dim), like.dtype, like.device)
+        return memory_of(like).zeros((batch, heads, rows, dim), like.dtype, like.device)
 
 
 def _fresh(like: Tensor, rows: int) -> tuple[Tensor, bool]:
     """A buffer with any numbers in it, and whether they are all zero."""
-    if MEMORY.get(like.device.type, PLAIN).born_zero:
+    if memory_of(like).shift is not None:
         return zeros_like_rows(like, rows), True
     batch, heads, _, dim = like.shape
     with torch.inference_mode(False):

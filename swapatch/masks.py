@@ -23,8 +23,9 @@ def image_rectangle(
     queries: Span,
     keys: Span,
     device: torch.device,
+    kind: str = SLIDING,
 ) -> Tensor:
-    """Who sees whom on a sliding layer with images, bool ``[batch, 1, queries, keys]``, as the family's model says.
+    """Who sees whom on a layer with images, bool ``[batch, 1, queries, keys]``, as the family's model says.
 
     Args:
         images: whose rule, as of :func:`rule_name`.
@@ -33,6 +34,7 @@ def image_rectangle(
         types: token types of all positions so far, ``[batch, positions]``; nonzero within an image.
         queries, keys: positions.
         device: where the mask is wanted.
+        kind: of the layer; the window is a sliding one's.
     """
     stub = torch.empty((types.shape[0], queries.size, 0), device=device)
     # Both kinds of layer alike: transformers before 5.17 sizes the sliding mask by the global ones.
@@ -40,7 +42,7 @@ def image_rectangle(
     call = {"inputs_embeds": stub, "attention_mask": padding, CACHE_NAME: ranges}
     ahead = images.endswith(_AHEAD)
     model_type = images.removesuffix(_AHEAD)
-    mask = family_of(model_type).masks(_example(model_type, window), types, ahead=ahead, **call)[SLIDING]
+    mask = family_of(model_type).masks(_example(model_type, window), types, ahead=ahead, **call)[kind]
     assert mask is not None, "transformers leaves out no mask with images"
     return mask
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .geometry import Span, query_blocks, visible
 from .masks import image_rectangle
+from .plan import SLIDING
 
 
 class Rectangle(NamedTuple):
@@ -154,16 +155,24 @@ class ImageRule(Rule):
         window, padding, segments: as for :class:`Rule`.
         images: whose functions, as of :func:`swapatch.masks.rule_name`.
         types: token types of all positions so far, ``[batch, positions]``; nonzero within an image.
+        kind: of the layer: a global one has a window that is longer than all there is.
     """
 
     types: Tensor
 
     def __init__(
-        self, window: int, padding: Tensor | None, segments: Tensor | None, images: str, types: Tensor
+        self,
+        window: int,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        images: str,
+        types: Tensor,
+        kind: str = SLIDING,
     ) -> None:
         super().__init__(window, padding, segments)
         self.images = images
         self.types = types
+        self.kind = kind
 
     def reach(self, queries: Span) -> Span:
         """Also all of each image that the queries touch."""
@@ -175,7 +184,7 @@ class ImageRule(Rule):
     def allowed(self, queries: Span, keys: Span, device: torch.device) -> Tensor:
         if not self._touched(queries):
             return super().allowed(queries, keys, device)
-        return image_rectangle(self.images, self.window, self.padding, self.types, queries, keys, device)
+        return image_rectangle(self.images, self.window, self.padding, self.types, queries, keys, device, self.kind)
 
     def shifts_alike(self, queries: Span, keys: Span) -> bool:
         return not self._touched(queries) and super().shifts_alike(queries, keys)
@@ -188,11 +197,18 @@ class ImageRule(Rule):
         return _runs((self.types != 0).any(dim=0).tolist())
 
 
-def rule_of(window: int, padding: Tensor | None, segments: Tensor | None, images: str, types: Tensor | None) -> Rule:
+def rule_of(
+    window: int,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    images: str,
+    types: Tensor | None,
+    kind: str = SLIDING,
+) -> Rule:
     """The rule that these make: of text where there are no token types."""
     if types is None:
         return Rule(window, padding, segments)
-    return ImageRule(window, padding, segments, images, types)
+    return ImageRule(window, padding, segments, images, types, kind)
 
 
 def _shown(padding: Tensor, keys: Span) -> Tensor:

@@ -107,7 +107,12 @@ class Step(MaskPose):
         family: projects.
         rule: says who sees whom.
         queries: positions of the new tokens.
+
+    Attributes:
+        lead: rows in front of the first token, which the text model is to compute with them, and nobody to see.
     """
+
+    lead = 0
 
     # How to make the masks that stock would have made, where the step was begun before it was known what is wanted.
     stock_masks: Any = None
@@ -235,6 +240,7 @@ class RowStep(AttendingStep):
     def __init__(self, family: Family, rule: Rule, queries: Span, layer: SlidingLayer, kernel: Attend) -> None:
         super().__init__(family, rule, queries)
         self.kernel = kernel
+        self.origin = layer.origin  # stays what it is
         self.row = layer.pieces(queries)[0].start
         self.keys = rule.reach(queries)
         parts = layer.pieces(self.keys)
@@ -300,8 +306,9 @@ class FixedRowStep(RowStep):
     def __init__(self, family: Family, rule: Rule, queries: Span, layer: SlidingLayer, kernel: Attend) -> None:
         super().__init__(family, rule, queries, layer, kernel)
         self.index = torch.tensor([self.row]).to(layer.key_rows.device)
-        self.place = torch.tensor([[queries.start]]).to(layer.key_rows.device)  # its position, [1, 1]
         self.mask = self._whole_mask(layer)
+        # Its position as a tensor, [1, 1], for a graph that would count it in a number otherwise.
+        self.place: Tensor | None = None
 
     def _whole_mask(self, layer: SlidingLayer) -> Tensor:
         """Which rows the token sees, ``[batch or 1, 1, 1, rows]``, for all layers alike."""

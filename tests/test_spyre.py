@@ -96,7 +96,7 @@ def test_chunks_have_one_shape() -> None:
         got = forced(model, ids, prompt=30, chunks=[20] * 4).logits
     assert cosine(got, want).min() >= 0.999
     shapes = [(call.query[2], call.key[2], call.is_causal) for call in calls]
-    assert set(shapes) == {(64, 64, True), (64, 128, False), (1, 128, False)}
+    assert set(shapes) == {(64, 64, True), (64, 128 + 64, False), (1, 128, False)}
 
 
 def test_shared_layers_query_less() -> None:
@@ -138,30 +138,27 @@ def test_vision_is_not_causal() -> None:
 
 
 def test_contract_is_checked() -> None:
-    key = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
     mask = torch.zeros(1, 1, 64, 128, dtype=torch.bfloat16)
-    query = (1, 4, 64, 64)
-    spyre.check_contract(query, torch.bfloat16, key, key, mask, False)
+    call: dict[str, Any] = {"query": (1, 4, 64, 64), "key": (1, 2, 128, 64), "mask": mask, "causal": False}
+    call |= {"dtype": torch.bfloat16, "keys": torch.bfloat16}
+    spyre.check_contract(**call)
     broken: list[tuple[str, dict[str, Any]]] = [
         ("load it in bfloat16", {"dtype": torch.float32}),
-        ("keys in torch.float16", {"key": key.half()}),
-        ("one shape for both", {"value": key[:, :1]}),
-        ("2 sequences of keys", {"key": key.repeat(2, 1, 1, 1), "value": key.repeat(2, 1, 1, 1)}),
+        ("keys and values in torch.float16", {"keys": torch.float16}),
+        ("2 sequences of keys", {"key": (2, 2, 128, 64)}),
         ("3 heads over 2", {"query": (1, 3, 64, 64)}),
         ("head_dim 64 of the keys", {"query": (1, 4, 64, 128)}),
-        ("head_dim 32", {"query": (1, 4, 64, 32), "key": key[..., :32], "value": key[..., :32]}),
-        ("100 rows of keys", {"key": key[:, :, :100], "value": key[:, :, :100]}),
+        ("head_dim 32", {"query": (1, 4, 64, 32), "key": (1, 2, 128, 32)}),
+        ("100 rows of keys", {"key": (1, 2, 100, 64)}),
         ("5 queries", {"query": (1, 4, 5, 64)}),
         ("192 queries for 128 keys", {"query": (1, 4, 192, 64)}),
         ("mask (1, 1, 64, 100)", {"mask": mask[..., :100]}),
         ("mask in torch.float32", {"mask": mask.float()}),
-        ("mask on meta", {"mask": mask.to("meta")}),
         ("as many of each", {"causal": True}),
     ]
     for message, change in broken:
-        call: dict[str, Any] = {"query": query, "dtype": torch.bfloat16, "key": key, "value": key, "mask": mask}
         with pytest.raises(swapatch.SpyreContractError) as caught:
-            spyre.check_contract(**(call | {"causal": False} | change))
+            spyre.check_contract(**(call | change))
         assert message in str(caught.value)
 
 
@@ -176,7 +173,7 @@ def test_prefill_is_guarded(past: int, monkeypatch: pytest.MonkeyPatch) -> None:
             model(named_ids(model, 1, past), **{cache_key(model): cache})
         before = len(calls)
         monkeypatch.setattr(spyre, "additive", lambda *args: additive(*args)[..., :-1])
-        with pytest.raises(swapatch.SpyreContractError, match=r"mask \(1, 1, 64, (63|127)\)"):
+        with pytest.raises(swapatch.SpyreContractError, match=r"mask \(1, 1, 64, (63|191)\)"):
             model(named_ids(model, 1, 40), **{cache_key(model): cache})
     assert len(calls) == before
 
@@ -251,7 +248,8 @@ def check_on_device(name: str, window: int, prompt: int) -> None:
     decode = {(call.query, call.key, call.is_causal) for call in calls if call.query[2] == 1}
     assert len(decode) == 1, "every decode step has one shape"
     kinds = 1 + (name == GEMMA4)  # own keys, another layer's keys
-    assert seen.graphs <= 2 * kinds  # a prefill and a decode graph each; fewer when an earlier test has compiled one
+    # A prefill and a decode graph each, and the roll; fewer when an earlier test has compiled one.
+    assert seen.graphs <= 2 * kinds + 1
     for layer in got.cache.sliding:
         assert layer.key_rows.cpu().isfinite().all()
 

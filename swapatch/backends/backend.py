@@ -13,6 +13,7 @@ from ..cache import CompactCache
 from ..families import Family
 from ..geometry import Span
 from ..layers import SlidingLayer
+from ..plan import SLIDING
 from ..rules import Rule, rule_of
 from ..step import Step
 
@@ -23,35 +24,41 @@ class ModelCall:
 
     Attributes:
         family: of the model.
+        config: of the text model.
         window: keys that a query of a sliding layer sees.
         cache: of the call, or None.
         queries: positions of its tokens.
         keys: positions of the rows that a sliding layer of the cache will return.
-        like: stands for the embeddings, ``[batch, tokens, any]``: shape, dtype and device.
+        like: stands for the embeddings, ``[batch, tokens, any]``: shape, dtype, and the device where masks are made.
+        device: where the model is.
         padding: its 2D attention mask, ``[batch, positions]``.
         segments: which packed sequence a token belongs to, ``[batch, tokens]``.
         types: token types, ``[batch, positions]``, where tokens of one image see each other both ways.
         images: name of the rule for those.
         causal: whether no token ever sees a later one, in any call of this model.
         fixed: whether the call is compiled, so that a decode step must not hold numbers that change.
+        whole: whether the attention of global layers is replaced as well.
     """
 
     family: Family
+    config: Any
     window: int
     cache: Any
     queries: Span
     keys: Span
     like: Tensor
+    device: torch.device
     padding: Tensor | None
     segments: Tensor | None
     types: Tensor | None
     images: str
     causal: bool
     fixed: bool = False
+    whole: bool = False
 
     @property
     def rule(self) -> Rule:
-        """Who sees whom in this call."""
+        """Who sees whom in this call, on a sliding layer."""
         return rule_of(self.window, self.padding, self.segments, self.images, self.types)
 
     @property
@@ -77,14 +84,22 @@ class Backend(ABC):
     Attributes:
         name: what a user asks for it by.
         device: the type of device that it is the choice for; None for all others.
+        host_masks: whether masks are made on the CPU, wherever the model is.
+        whole: whether it computes global layers as well, over a cache of fixed size; then ``generate`` gets one.
     """
 
     name: ClassVar[str]
     device: ClassVar[str | None] = None
+    host_masks: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
     def check(self) -> None:  # noqa: B027  # most work everywhere
         """Raise a :class:`~swapatch.SwapatchError` if it cannot work here at all."""
 
+    def kinds(self, call: ModelCall) -> tuple[str, ...]:
+        """The types of layer that it computes in a call."""
+        return (SLIDING,)
+
     @abstractmethod
-    def begin(self, call: ModelCall) -> Step | str:
-        """The step for a call; or in words, why this backend leaves it to stock."""
+    def begin(self, call: ModelCall) -> dict[str, Step] | str:
+        """The step for each of these types; or in words, why this backend leaves the call to stock."""

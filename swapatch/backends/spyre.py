@@ -1,10 +1,12 @@
-"""torch-spyre's ``spyre::sliding_window_attention``: its contract, and a sliding layer as one compiled region.
+"""torch-spyre's ``spyre::sliding_window_attention``: its contract, and the attention of a layer as one compiled region.
 
 The operator has no eager form: it lives inside ``torch.compile``. So all of a layer's attention does, from the
-projections to the output projection, as a pure function of tensors. Where to write and whom to see come in as tensors,
-built on the CPU and moved once a step for all layers; no position is ever a number in there, and one graph serves all.
+projections to the output projection and the rows that the cache keeps, as a pure function of tensors. Where to write
+and whom to see come in as tensors, built on the CPU and moved once a step for all layers; no position is ever a number
+in there, and one graph serves all.
 
-torch-spyre is not imported here: it registers itself with torch when it is installed.
+What a card does, and what it cannot do, is from torch-spyre's and its adapters' sources, autumn 2026. torch-spyre is
+not imported here: it registers itself with torch when it is installed.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .._errors import SpyreContractError, explain
-from ..families.family import Projected
-from ..geometry import ALIGN
+from ..families import Family
+from ..geometry import ALIGN, ceil64
 
 DEVICE = "spyre"
 """Type of the devices that torch-spyre adds."""
@@ -30,11 +33,8 @@ HIDDEN = -32752.0
 ARGUMENTS = ("query", "key", "value", "attention_mask", "window_size", "is_causal", "scale")
 """Arguments of the operator in the form that swapatch calls. An older form took ``cache_seqlen`` and more."""
 
-SHAPES = 64
-"""Shapes of one kind of layer that may be compiled: prefills come in any whole number of 64-row blocks."""
-
-Projection = Callable[..., Projected]
-"""``(attention, hidden, cos, sin) -> query, key, value``."""
+GRAPHS = 1024
+"""Graphs of one region that may be compiled, unless more are configured: torch-spyre's own limit."""
 
 
 def operator() -> Any:
@@ -66,15 +66,28 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise SpyreContractError(explain(f"a model in {dtype}", "bfloat16 (or float16)", "load it in bfloat16"))
 
 
+def check_head_dim(dim: int) -> None:
+    """Heads fill whole sticks.
+
+    Raises:
+        SpyreContractError: for any other size.
+    """
+    if dim % ALIGN:
+        raise SpyreContractError(
+            explain(f"head_dim {dim}", f"a multiple of {ALIGN}", "patch with backend='reference' or 'windowed'")
+        )
+
+
 def check_contract(
-    query: Sequence[int], dtype: torch.dtype, key: Tensor, value: Tensor, mask: Tensor, causal: bool
+    query: Sequence[int], key: Sequence[int], dtype: torch.dtype, keys: torch.dtype, mask: Tensor, causal: bool
 ) -> None:
     """Every rule of the operator's contract that can be seen from outside, also those it does not check itself.
 
     Args:
         query: shape of the query, ``[batch, heads, queries, head_dim]``.
-        dtype: its dtype.
-        key, value: ``[batch, kv_heads, keys, head_dim]``.
+        key: shape of keys and values, ``[batch, kv_heads, keys, head_dim]``.
+        dtype: of the query.
+        keys: dtype of keys and values.
         mask: ``[batch, 1, queries, keys]``.
         causal: whether the operator may read each block's window only.
 
@@ -82,43 +95,88 @@ def check_contract(
         SpyreContractError: names the first rule that is broken.
     """
     batch, heads, queries, dim = query
-    keys = key.shape[2]
+    rows = key[2]
     check_dtype(dtype)
-    if dim % ALIGN:
-        raise SpyreContractError(
-            explain(f"head_dim {dim}", f"a multiple of {ALIGN}", "patch with backend='reference' or 'windowed'")
-        )
+    check_head_dim(dim)
     rules: list[tuple[bool, str, str]] = [
-        (key.dtype == value.dtype == dtype, f"keys in {key.dtype}, values in {value.dtype}", f"the query's {dtype}"),
-        (key.shape == value.shape, f"keys {tuple(key.shape)}, values {tuple(value.shape)}", "one shape for both"),
-        (key.shape[0] == batch, f"{key.shape[0]} sequences of keys", f"the query's {batch}"),
-        (heads % key.shape[1] == 0, f"{heads} heads over {key.shape[1]}", "a whole number of heads for each key head"),
-        (key.shape[3] == dim, f"head_dim {key.shape[3]} of the keys", f"the query's {dim}"),
-        (keys % ALIGN == 0, f"{keys} rows of keys", f"a multiple of {ALIGN}"),
+        (keys == dtype, f"keys and values in {keys}", f"the query's {dtype}"),
+        (key[0] == batch, f"{key[0]} sequences of keys", f"the query's {batch}"),
+        (heads % key[1] == 0, f"{heads} heads over {key[1]}", "a whole number of heads for each key head"),
+        (key[3] == dim, f"head_dim {key[3]} of the keys", f"the query's {dim}"),
+        (rows % ALIGN == 0, f"{rows} rows of keys", f"a multiple of {ALIGN}"),
         (queries == 1 or queries % ALIGN == 0, f"{queries} queries", f"1 or a multiple of {ALIGN}"),
-        (queries <= keys, f"{queries} queries for {keys} keys", "no more queries than keys"),
+        (queries <= rows, f"{queries} queries for {rows} keys", "no more queries than keys"),
         (
-            tuple(mask.shape) == (batch, 1, queries, keys),
+            tuple(mask.shape) == (batch, 1, queries, rows),
             f"mask {tuple(mask.shape)}",
-            f"(batch, 1, queries, keys)={(batch, 1, queries, keys)}",
+            f"(batch, 1, queries, keys)={(batch, 1, queries, rows)}",
         ),
         (mask.dtype == dtype, f"mask in {mask.dtype}", f"the query's {dtype}"),
-        (mask.device == key.device == value.device, f"mask on {mask.device}, keys on {key.device}", "one device"),
-        (not causal or queries == keys, f"causal access to {keys} keys by {queries} queries", "as many of each"),
+        (not causal or queries == rows, f"causal access to {rows} keys by {queries} queries", "as many of each"),
     ]
     for kept, found, expected in rules:
         if not kept:
             raise SpyreContractError(explain(found, expected, "this is a fault of swapatch: please report it"))
 
 
+# -- memory --
+
+
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros for a cache buffer; on the card with the positions outermost, so that one row can be written in place."""
-    layout = getattr(sys.modules.get("torch_spyre._C"), "SpyreTensorLayout", None)
-    if device.type != DEVICE or layout is None:
+    """Zeros for a buffer ``[batch, kv_heads, rows, head_dim]``; on a card with the rows outermost.
+
+    Then a row is written in place by one program for all positions. In any other layout the compiler would copy the
+    whole buffer there and back.
+    """
+    layouts = sys.modules.get("torch_spyre._C")
+    if device.type != DEVICE or layouts is None:
         return torch.zeros(shape, dtype=dtype, device=device)
+    batch, heads, rows, dim = shape
+    layout = layouts.SpyreTensorLayout(
+        device_size=[rows, heads, -(-dim // ALIGN), batch, ALIGN],
+        stride_map=[dim, rows * dim, ALIGN, heads * rows * dim, 1],
+        device_dtype=layouts.get_device_dtype(dtype),
+    )
     host: Any = torch.zeros(shape, dtype=dtype)
-    found: Tensor = host.to(device_layout=layout(list(shape), list(host.stride()), dtype, [2, 0, 1, 3]))
+    found: Tensor = host.to(device, device_layout=layout)
     return found
+
+
+def shift(buffer: Tensor, by: int) -> Tensor:
+    """Row ``r`` takes over row ``r + by`` of a buffer, in place; the last ``by`` rows keep what they hold."""
+    rows = buffer.shape[2]
+    found: Tensor = _run(_shift, buffer, _shifted(by, rows, buffer.device), _shifted(0, rows, buffer.device))
+    return found
+
+
+def _shift(buffer: Tensor, source: Tensor, every: Tensor) -> Tensor:
+    return buffer.index_copy_(2, every, buffer.index_select(2, source))
+
+
+@functools.lru_cache(maxsize=64)  # moved to the card once
+def _shifted(by: int, rows: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return (torch.arange(rows) + by).clamp(max=rows - 1).to(device)
+
+
+def every_row(rows: int, device: torch.device) -> Tensor:
+    """The numbers of all rows of a buffer, ``[rows]``."""
+    return _shifted(0, rows, device)
+
+
+@functools.lru_cache(maxsize=16)
+def quarter_turn(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What rotary embeddings multiply their sines by, as a product with a constant matrix, ``[head_dim, head_dim]``.
+
+    It swaps the halves and negates the first: one entry in each column, so the product is exact. Slicing and joining
+    the last dimension compiles to wrong numbers on a card (torch-spyre issue 3133).
+    """
+    half = dim // 2
+    turn = torch.zeros(dim, dim, dtype=dtype)
+    turn[half:, :half] = -torch.eye(half, dtype=dtype)
+    turn[:half, half:] = torch.eye(dim - half, dtype=dtype)[:half]
+    with torch.inference_mode(False):
+        return turn.to(device)
 
 
 def additive(allowed: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -126,90 +184,145 @@ def additive(allowed: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.where(allowed, 0.0, HIDDEN).to(dtype).to(device)
 
 
+# -- regions --
+
+
 def decode(
-    project: Projection,
+    family: Family,
     attention: Any,
     hidden: Tensor,
     position: tuple[Tensor, Tensor],
     buffers: tuple[Tensor, Tensor],
+    own: bool,
     index: Tensor,
     mask: Tensor,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A decode step of one layer: ``hidden [batch, 1, hidden]`` in and out, and the buffers as they are from now on."""
-    _check(attention, hidden, *buffers, mask, False)
-    out, keys, values = _run(_decode, project, attention, hidden, *position, *buffers, index, mask, window)
+    _check(attention, hidden, buffers[0].shape, buffers[0].dtype, mask, False)
+    turn = quarter_turn(attention.head_dim, hidden.dtype, hidden.device)
+    out, keys, values = _run(
+        _decode, family, attention, hidden, *position, turn, *buffers, index if own else None, mask, window
+    )
     return out, keys, values
 
 
 def prefill(
-    project: Projection,
+    family: Family,
     attention: Any,
     hidden: Tensor,
     position: tuple[Tensor, Tensor],
     before: tuple[Tensor, Tensor] | None,
-    own: bool,
+    buffers: tuple[Tensor, Tensor] | None,
+    source: Tensor | None,
     mask: Tensor,
     window: int,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Many tokens of one layer: its ``own`` keys and values behind those ``before`` them, or those of another layer.
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Many tokens of one layer.
+
+    Args:
+        family: of the model.
+        attention: the layer.
+        hidden: ``[batch, tokens, hidden]``; rows of zeros come in front of them, up to the rows of the mask.
+        position: cosines and sines, ``[batch, tokens, head_dim]``.
+        before: keys and values that are attended in front of the layer's own, or, without buffers, alone.
+        buffers: of the layer's cache, if it has keys and values of its own.
+        source: which of the attended rows each row of the buffers takes over, ``[rows]``.
+        mask: ``[batch, 1, queries, keys]``.
+        window: keys that a query sees.
+        causal: whether the operator may read each block's window only.
 
     Returns:
-        ``hidden [batch, queries, hidden]``, and all keys and values that were attended.
+        ``hidden [batch, tokens, hidden]``, the keys and values that were attended, and the buffers from now on.
     """
-    own_rows = hidden.shape[1] if own else 0
-    # The layer's own keys are made inside the region: views of the same shape stand for them.
-    if before is None:  # one head for each group of query heads
-        keys = values = hidden[:, None, :1, :1].expand(-1, 1, own_rows, attention.head_dim)
+    queries = mask.shape[2]
+    if buffers is not None:
+        batch, heads, _, dim = buffers[0].shape
+        key: Sequence[int] = (batch, heads, queries + (0 if before is None else before[0].shape[2]), dim)
+        dtype = buffers[0].dtype
     else:
-        keys, values = (states[:, :, :1].expand(-1, -1, states.shape[2] + own_rows, -1) for states in before)
-    _check(attention, hidden, keys, values, mask, causal)
-    past = (None, None) if before is None else before
-    out, keys, values = _run(_prefill, project, attention, hidden, *position, *past, mask, window, causal)
-    return out, keys, values
+        assert before is not None, "a layer without keys and values of its own attends another's"
+        key, dtype = before[0].shape, before[0].dtype
+    _check(attention, hidden, key, dtype, mask, causal)
+    turn = quarter_turn(attention.head_dim, hidden.dtype, hidden.device)
+    every = None if buffers is None else every_row(buffers[0].shape[2], hidden.device)
+    given = (before or (None, None), buffers or (None, None))
+    out, keys, values, *kept = _run(
+        _prefill, family, attention, hidden, *position, turn, *given[0], *given[1], source, every, mask, window, causal
+    )
+    return out, keys, values, (kept[0], kept[1]) if kept else None
 
 
-def _check(attention: Any, hidden: Tensor, keys: Tensor, values: Tensor, mask: Tensor, causal: bool) -> None:
-    heads = keys.shape[1] * attention.num_key_value_groups
-    query = (hidden.shape[0], heads, hidden.shape[1], attention.head_dim)
-    check_contract(query, hidden.dtype, keys, values, mask, causal)
+def _check(attention: Any, hidden: Tensor, key: Sequence[int], dtype: torch.dtype, mask: Tensor, causal: bool) -> None:
+    query = (hidden.shape[0], key[1] * attention.num_key_value_groups, mask.shape[2], attention.head_dim)
+    check_contract(query, key, hidden.dtype, dtype, mask, causal)
 
 
 def _decode(
-    project: Projection,
+    family: Family,
     attention: Any,
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
+    turn: Tensor,
     keys: Tensor,
     values: Tensor,
-    index: Tensor,
+    index: Tensor | None,
     mask: Tensor,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = project(attention, hidden, cos, sin)
-    if key is not None and value is not None:
-        keys = keys.index_copy_(2, index, key)
-        values = values.index_copy_(2, index, value)
+    query, key, value = _project(family, attention, hidden, cos, sin, turn)
+    if index is not None and key is not None and value is not None:
+        keys, values = keys.index_copy_(2, index, key), values.index_copy_(2, index, value)
     return _attend(attention, query, keys, values, mask, window, False), keys, values
 
 
 def _prefill(
-    project: Projection,
+    family: Family,
     attention: Any,
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
-    keys: Tensor | None,
-    values: Tensor | None,
+    turn: Tensor,
+    before_keys: Tensor | None,
+    before_values: Tensor | None,
+    key_rows: Tensor | None,
+    value_rows: Tensor | None,
+    source: Tensor | None,
+    every: Tensor | None,
     mask: Tensor,
     window: int,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = project(attention, hidden, cos, sin)
-    keys, values = _behind(keys, key), _behind(values, value)
-    return _attend(attention, query, keys, values, mask, window, causal), keys, values
+) -> tuple[Tensor, ...]:
+    lead = mask.shape[2] - hidden.shape[1]
+    if lead:
+        hidden, cos, sin = (functional.pad(states, (0, 0, lead, 0)) for states in (hidden, cos, sin))
+    query, key, value = _project(family, attention, hidden, cos, sin, turn)
+    keys, values = _behind(before_keys, key), _behind(before_values, value)
+    out = _attend(attention, query, keys, values, mask, window, causal)
+    if lead:
+        out = out[:, lead:].clone()
+    if key_rows is None or value_rows is None or source is None or every is None:
+        return out, keys, values
+    key_rows = key_rows.index_copy_(2, every, keys.index_select(2, source))
+    value_rows = value_rows.index_copy_(2, every, values.index_select(2, source))
+    return out, keys, values, key_rows, value_rows
+
+
+def _project(
+    family: Family, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor, turn: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def norm(module: Any, states: Tensor) -> Tensor:
+        wide = states.float()
+        normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + module.eps)).to(states.dtype)
+        weight = family.norm_weight(module)
+        return normed if weight is None else normed * weight
+
+    def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return states * cos + (states @ turn) * sin
+
+    return family.project(attention, hidden, cos, sin, norm, rotate)
 
 
 def _behind(before: Tensor | None, new: Tensor | None) -> Tensor:
@@ -232,5 +345,17 @@ def _compiled(region: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(region: Callable[..., Any], *arguments: Any) -> Any:
-    with torch._dynamo.config.patch(recompile_limit=SHAPES):
+    if torch.compiler.is_compiling():  # a part of somebody's own graph, as of a decoder layer
+        return region(*arguments)
+    limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    with torch._dynamo.config.patch(recompile_limit=limit):
         return _compiled(region)(*arguments)
+
+
+def rows_for(tokens: int) -> int:
+    """The rows that a prompt of so many tokens is computed with: 64, 128, 256 and so on.
+
+    So a process that lives long compiles few graphs: 8 for any number of prompts up to 8,192 tokens. Prompts of all
+    lengths alike waste a quarter of the rows, on average.
+    """
+    return int(ALIGN * 2 ** max(0, (ceil64(tokens) // ALIGN - 1).bit_length()))

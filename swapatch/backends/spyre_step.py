@@ -6,40 +6,95 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import StaticLayer
 
+from .._compat import kv_shape
 from ..attention import KERNELS
 from ..attention.windowed import rows_of
-from ..geometry import Span, ceil64, past
-from ..layers import MEMORY, Memory, SlidingLayer, make_room, zeros_like_rows
+from ..geometry import Span, past
+from ..layers import MEMORY, GlobalLayer, Memory, SlidingLayer, alike, make_room
+from ..plan import GLOBAL, SLIDING
+from ..rules import Rule, rule_of
 from ..step import FixedRowStep, LayerCall, Step
 from . import spyre
 from .backend import Backend, ModelCall
 
-MEMORY[spyre.DEVICE] = Memory(spyre.zeros, born_zero=True)  # filling some rows would go through the host
+MEMORY[spyre.DEVICE] = Memory(spyre.zeros, spyre.shift)
 
 
 class Spyre(Backend):
-    """Steps over a compact cache; a call without one is stock's."""
+    """Steps over a compact cache; a call without one is stock's.
+
+    Over a cache of fixed size global layers are computed in the same way, as layers whose window is the whole buffer.
+    """
 
     name = "spyre"
     device = spyre.DEVICE
+    host_masks = True
+    whole = True
 
     def check(self) -> None:
         spyre.operator()
 
-    def begin(self, call: ModelCall) -> Step | str:
+    def kinds(self, call: ModelCall) -> tuple[str, ...]:
+        return (SLIDING, GLOBAL) if _global_layers(call) else (SLIDING,)
+
+    def begin(self, call: ModelCall) -> dict[str, Step] | str:
         layers = call.writable
         if layers is None:
             return "the Spyre operator has no gradient, and attends the rows of a CompactCache only"
         spyre.operator()
         spyre.check_dtype(call.like.dtype)
-        # Masks are made on the CPU.
-        padding, types = (None if given is None else given.cpu() for given in (call.padding, call.types))
-        on_host = ModelCall(**{**vars(call), "padding": padding, "types": types})
-        if not call.is_row:
-            return SpyrePrefill(on_host)
-        make_room(layers, 1)
-        return SpyreDecode(call.family, on_host.rule, call.queries, layers[0], KERNELS["reference"])
+        by_kind = {SLIDING: layers}
+        if longest := _global_layers(call):
+            for layer in longest:
+                layer.room(call.queries.size)  # or it raises, before anything has changed
+            by_kind[GLOBAL] = longest
+        if not call.queries.start:
+            _allocate(call, [layer for owners in by_kind.values() for layer in owners])
+        if call.is_row:
+            return {kind: _begin_row(call, kind, owners) for kind, owners in by_kind.items()}
+        whole = set(call.config.layer_types) <= set(by_kind)
+        return {kind: SpyrePrefill(call, kind, owners, whole) for kind, owners in by_kind.items()}
+
+
+def _allocate(call: ModelCall, layers: list[SlidingLayer]) -> None:
+    """Buffers for layers that have seen nothing yet: here, for a layer may be a compiled graph."""
+    shapes = [
+        (layer, *kv_shape(call.config, index)) for index, layer in enumerate(call.cache.layers) if layer in layers
+    ]
+    for _, _, dim in shapes:
+        spyre.check_head_dim(dim)
+    for layer, heads, dim in shapes:
+        like = torch.empty((call.like.shape[0], heads, 1, dim), dtype=call.like.dtype, device=call.device)
+        if not alike(layer.key_rows, like):
+            layer.lazy_initialization(like, like)
+
+
+def _begin_row(call: ModelCall, kind: str, layers: list[SlidingLayer]) -> Step:
+    make_room(layers, 1)
+    return SpyreDecode(call.family, _rule(call, kind, layers[0]), call.queries, layers[0], KERNELS["reference"])
+
+
+def _global_layers(call: ModelCall) -> list[SlidingLayer]:
+    """The global layers of a cache of fixed size, ours from its first call on; none where they are to be stock's."""
+    cache = call.cache
+    if not call.whole or call.writable is None or not cache.fixed:
+        return []
+    indices = [layer.index for layer in cache.plan.layers if layer.kind == "global" and not layer.shared]
+    for index in indices:
+        if type(layer := cache.layers[index]) is StaticLayer and not layer.is_initialized:
+            cache.layers[index] = GlobalLayer(layer.max_cache_len)
+    layers = [cache.layers[index] for index in indices]
+    alike = all(type(layer) is GlobalLayer and layer.seen == call.queries.start for layer in layers)
+    return layers if alike else []
+
+
+def _rule(call: ModelCall, kind: str, layer: SlidingLayer) -> Rule:
+    """Who sees whom on this kind of layer."""
+    if kind == SLIDING:
+        return call.rule
+    return rule_of(layer.sliding_window, call.padding, None, call.images, call.types, kind)
 
 
 class SpyreDecode(FixedRowStep):
@@ -47,101 +102,140 @@ class SpyreDecode(FixedRowStep):
 
     def _whole_mask(self, layer: SlidingLayer) -> Tensor:
         allowed = self.rule.rows_allowed(self.keys, self.parts, layer.rows, torch.device("cpu"))
-        return spyre.additive(
-            allowed.expand(layer.key_rows.shape[0], 1, 1, layer.rows), layer.key_rows.dtype, layer.key_rows.device
-        )
+        whole = allowed.expand(layer.key_rows.shape[0], 1, 1, layer.rows)
+        return spyre.additive(whole, layer.key_rows.dtype, layer.key_rows.device)
 
     def run(self, call: LayerCall) -> Tensor:
         layer = call.layer
-        owns = not getattr(layer, "is_kv_shared_layer", False)
-        held: Any = call.cache.layers[layer.layer_idx] if owns else None
-        if owns:
-            held.settle()
-        buffers = (held.key_rows, held.value_rows) if owns else call.borrowed
-        hidden, cos, sin = (_padded(states, 1) for states in (call.hidden, *call.position))
-        index, mask = self.index.to(hidden.device), self.mask.to(hidden.device)
+        held = _held(call)
+        buffers = call.borrowed if held is None else (held.key_rows, held.value_rows)
+        hidden, cos, sin = map(_from_start, (call.hidden, *call.position))
+        index, mask = (tensor.to(hidden.device) for tensor in (self.index, self.mask))
         out, keys, values = spyre.decode(
-            self.family.project, layer, hidden, (cos, sin), buffers, index, mask, self.rule.window
+            self.family, layer, hidden, (cos, sin), buffers, held is not None, index, mask, self.rule.window
         )
-        if owns:
+        if held is not None:
             held.step = self  # counts from here on
             held.key_rows, held.value_rows = keys, values  # what the call returned is current, not what it was given
         call.share(keys, values)
         return out
 
+    def time_order(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        found = [torch.cat([rows_of(rows, part) for part in self.parts], dim=2) for rows in (keys, values)]
+        return found[0], found[1]
+
 
 class SpyrePrefill(Step):
-    """Many tokens, in whole blocks of 64 rows: the first call is square, a later one has the old rows before its own.
+    """Many tokens: the first call is square, a later one has the rows of the buffers before its own.
+
+    The text model computes them with rows of zeros in front, so that few numbers of rows occur; the tokens are the last
+    ones. What the buffers hold afterwards is picked from the rows that were attended. All that is a number here is used
+    before the layers run, which see tensors.
 
     Args:
-        call: of the model, what it says of the mask on the CPU.
+        call: of the model.
+        kind: of the layers.
+        layers: those of this kind that hold rows, all alike.
+        whole: whether all layers are ours. One of stock's would store the rows in front, so that each of ours has to
+            put them in front of its own.
     """
 
-    def __init__(self, call: ModelCall) -> None:
-        super().__init__(call.family, call.rule, call.queries)
-        self.call = call
-        self.keys = Span(past(call.queries.start, call.window).start, call.queries.stop)
-        # Old rows fill whole blocks, however many there are: one shape for every chunk but the first.
-        self.old_rows = ceil64(call.window - 1) if call.queries.start else 0
-        self.new_rows = ceil64(call.queries.size)
-        self.first = self.old_rows - past(call.queries.start, call.window).size  # row of the first key that counts
-        self._mask: Tensor | None = None
+    def __init__(self, call: ModelCall, kind: str, layers: list[SlidingLayer], whole: bool) -> None:
+        layer, tokens, seen = layers[0], call.queries.size, call.queries.start
+        super().__init__(call.family, _rule(call, kind, layer), call.queries)
+        rows = spyre.rows_for(tokens)
+        self.front = rows - tokens
+        self.lead = self.front if whole else 0
+        self.origin, size = layer.room(tokens)
+        if layer.rows not in (0, size):  # more rows from now on, while the past is recorded
+            for each in layers:
+                each.hold(each.origin, size)
+        self.is_first = not seen
+        self.keys = Span(past(seen, self.rule.window).start, call.queries.stop)
+        old = [] if self.is_first else layer.pieces(Span(self.keys.start, seen))
+        first = (0 if self.is_first else size) + self.front
+        self.parts = [*old, Span(first, first + tokens)]  # the rows of these keys among those that are attended
+        self.causal = call.causal and self.is_first
+        batch, columns = call.like.shape[0], first + tokens
+        self._allowed = torch.zeros((batch, 1, rows, columns), dtype=torch.bool)
+        allowed, done = self.rule.allowed(self.queries, self.keys, torch.device("cpu")), 0
+        for part in self.parts:
+            self._allowed[:, :, self.front :, part.start : part.stop] = allowed[..., done : done + part.size]
+            done += part.size
+        self.dtype, self.where = call.like.dtype, call.device
+        self.mask = spyre.additive(self._allowed, self.dtype, self.where)
+        self.source = self._source(layer, size, seen, first).to(self.where)
+        self.size = size
+
+    def _source(self, layer: SlidingLayer, size: int, seen: int, first: int) -> Tensor:
+        """Which of the attended rows each row of the buffers takes over, ``[size]``."""
+        # A row that is to hold no token takes over what it holds, or the first row: finite numbers, never seen.
+        source = torch.zeros(size, dtype=torch.long) if self.is_first else torch.arange(size)
+        for kept in (Span(max(self.origin, layer.origin), seen), Span(max(self.origin, seen), self.queries.stop)):
+            if kept.size <= 0:
+                continue
+            start = first + kept.start - seen
+            rows = [Span(start, start + kept.size)] if kept.start >= seen else layer.pieces(kept)
+            taken = torch.cat([torch.arange(*part) for part in rows])
+            for part in layer.place(kept, self.origin, size):
+                source[part.start : part.stop], taken = taken[: part.size], taken[part.size :]
+        return source
 
     def run(self, call: LayerCall) -> Tensor:
-        layer, tokens = call.layer, call.hidden.shape[1]
-        rows = 1 if tokens == 1 else ceil64(tokens)
-        cos, sin = (_padded(states, rows) for states in call.position)
-        owns = not getattr(layer, "is_kv_shared_layer", False)
-        held: Any = call.cache.layers[layer.layer_idx] if owns else None
-        before = call.borrowed if not owns else _past_in(held, self.old_rows) if self.old_rows else None
-        mask = self._mask_of(rows, call.hidden.device)
-        causal = self.call.causal and rows == self.old_rows + self.new_rows
-        hidden = _padded(call.hidden, rows)
-        out, keys, values = spyre.prefill(
-            self.family.project, layer, hidden, (cos, sin), before, owns, mask, self.rule.window, causal
+        held = _held(call)
+        buffers = None
+        if held is not None:
+            if held.key_rows.device != call.hidden.device:  # a model on several devices
+                held.key_rows, held.value_rows = (
+                    rows.to(call.hidden.device) for rows in (held.key_rows, held.value_rows)
+                )
+            buffers = held.key_rows, held.value_rows
+        before = call.borrowed if held is None else None if self.is_first else buffers
+        hidden, cos, sin = map(_from_start, (call.hidden, *call.position))
+        mask, source = self.mask.to(hidden.device), self.source.to(hidden.device)
+        out, keys, values, buffers = spyre.prefill(
+            self.family,
+            call.layer,
+            hidden,
+            (cos, sin),
+            before,
+            buffers,
+            None if held is None else source,
+            mask,
+            self.rule.window,
+            self.causal,
         )
-        if owns:
-            new = Span(self.old_rows, self.old_rows + self.queries.size)
-            held.write(rows_of(keys, new), rows_of(values, new))
+        if held is not None and buffers is not None:
+            held.step = self  # counts from here on
+            held.key_rows, held.value_rows = buffers
         call.share(keys, values)
-        return out[:, :tokens]
-
-    def _mask_of(self, rows: int, device: torch.device) -> Tensor:
-        """``[batch, 1, rows, old rows + new rows]``: made on the CPU and moved once, for all layers."""
-        if self._mask is None:
-            batch = self.call.like.shape[0]
-            allowed = torch.zeros((batch, 1, rows, self.old_rows + self.new_rows), dtype=torch.bool)
-            part = self.rule.allowed(self.queries, self.keys, torch.device("cpu"))
-            allowed[:, :, : self.queries.size, self.first : self.first + self.keys.size] = part
-            self._mask = spyre.additive(allowed, self.call.like.dtype, device)
-        return self._mask.to(device)
+        return out
 
     def part(self, start: int) -> SpyrePrefill:
-        part = SpyrePrefill(self.call)
+        """The same buffers; of the queries the last ones, in rows of their own."""
+        part = object.__new__(type(self))
+        vars(part).update(vars(self))
         part.queries = Span(self.queries.start + start, self.queries.stop)
+        rows = 1 if part.queries.size == 1 else spyre.rows_for(part.queries.size)
+        part._allowed = self._allowed[:, :, -rows:]
+        part.mask = spyre.additive(part._allowed, self.dtype, self.where)
+        part.causal = False  # fewer queries than keys
         return part
 
     def time_order(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        seen = Span(self.first, self.first + self.keys.size)
-        return rows_of(keys, seen).clone(), rows_of(values, seen).clone()
+        found = [torch.cat([rows_of(rows, part) for part in self.parts], dim=2) for rows in (keys, values)]
+        return found[0], found[1]
 
 
-def _past_in(layer: SlidingLayer, rows: int) -> tuple[Tensor, Tensor]:
-    """What a next token can see, at the end of this many rows, behind zeros; by copies that stay on the device."""
-    seen, found = layer.visible_past, []
-    for buffer in (layer.key_rows, layer.value_rows):
-        first, whole = rows - seen.size, zeros_like_rows(buffer, rows)
-        for part in layer.pieces(seen):
-            whole.narrow(2, first, part.size).copy_(buffer.narrow(2, part.start, part.size))
-            first += part.size
-        found.append(whole)
-    return found[0], found[1]
+def _from_start(states: Tensor) -> Tensor:
+    """Starting where the storage does: a graph of its own would lose the offset of a view."""
+    if torch.compiler.is_compiling() or not states.storage_offset():
+        return states
+    return torch.empty(states.shape, dtype=states.dtype, device=states.device).copy_(states)
 
 
-def _padded(states: Tensor, rows: int) -> Tensor:
-    """``[batch, rows, any]``: these rows, and zeros behind them; a tensor that starts where its storage does."""
-    if states.shape[1] == rows:
-        return states.clone() if states.storage_offset() else states  # a graph input would lose the offset
-    padded = torch.zeros((states.shape[0], rows, states.shape[2]), dtype=states.dtype, device=states.device)
-    padded.narrow(1, 0, states.shape[1]).copy_(states)
-    return padded
+def _held(call: LayerCall) -> Any:
+    """The cache layer that this layer writes to; None where it attends what another one shares."""
+    if call.shared is not None and call.layer.is_kv_shared_layer:
+        return None
+    return call.cache.layers[call.layer.layer_idx]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..attention import BLOCK, KERNELS
 from ..layers import make_room
+from ..plan import SLIDING
 from ..step import FixedRowStep, RowStep, Step, WindowStep
 from .backend import Backend, ModelCall
 
@@ -20,13 +23,18 @@ class Windowed(Backend):
     def __init__(self, block: int = BLOCK) -> None:
         self.block = block
 
-    def begin(self, call: ModelCall) -> Step | str:
+    def begin(self, call: ModelCall) -> dict[str, Step] | str:
         layers = call.writable
         if layers is None or not call.is_row:
-            return WindowStep(call.family, call.rule, call.queries, call.keys, self.name, self.block)
+            return {SLIDING: WindowStep(call.family, call.rule, call.queries, call.keys, self.name, self.block)}
         make_room(layers, 1)
-        step = FixedRowStep if call.cache.fixed or call.fixed else RowStep
-        return step(call.family, call.rule, call.queries, layers[0], KERNELS[self.name])
+        how = call.family, call.rule, call.queries, layers[0], KERNELS[self.name]
+        if not (call.cache.fixed or call.fixed):
+            return {SLIDING: RowStep(*how)}
+        step = FixedRowStep(*how)
+        if call.fixed:
+            step.place = torch.tensor([[call.queries.start]]).to(call.device)
+        return {SLIDING: step}
 
 
 class Reference(Windowed):
