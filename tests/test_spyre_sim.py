@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from spyre_sim import device, graphs, operator
+from spyre_sim import device, graphs, layouts, operator, support
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, linear, scaled_dot_product_attention
 
@@ -381,7 +381,309 @@ def test_says_what_is_missing(spyre: torch.device, monkeypatch: pytest.MonkeyPat
         device.load_or_skip()
 
 
+# -- layouts --
+
+BUFFER = 1, KV_HEADS, 128, DIM
+
+
+def first(shape: tuple[int, ...]) -> Any:
+    """The layout of a cache with positions first."""
+    from torch_spyre._C import SpyreTensorLayout, get_device_dtype
+
+    batch, heads, length, dim = shape
+    return SpyreTensorLayout(
+        device_size=[length, heads, -(-dim // 64), batch, 64],
+        stride_map=[dim, length * dim, 64, heads * length * dim, 1],
+        device_dtype=get_device_dtype(torch.bfloat16),
+    )
+
+
+def buffer(shape: tuple[int, ...] = BUFFER) -> Tensor:
+    return random(*shape).to("spyre", device_layout=first(shape))
+
+
+def test_a_layout_has_two_constructors(spyre: torch.device) -> None:
+    from torch_spyre._C import SpyreTensorLayout, get_device_dtype
+
+    innermost = SpyreTensorLayout((3, 2, 128, 256), (65536, 32768, 256, 1), torch.bfloat16, [2, 0, 1, 3])
+    assert innermost.device_size == [3, 2, 4, 128, 64]
+    assert innermost.stride_map == [65536, 32768, 64, 256, 1]
+    assert innermost.device_dtype == get_device_dtype(torch.bfloat16) != get_device_dtype(torch.float16)
+    of_one = SpyreTensorLayout((1, 2, 128, 100), (25600, 12800, 100, 1), torch.bfloat16, [2, 0, 1, 3])
+    assert (of_one.device_size, of_one.stride_map) == ([1, 2, 2, 128, 64], [-1, 12800, 64, 100, 1])
+    shape = 3, 2, 128, 256
+    ordered = SpyreTensorLayout(shape, (65536, 32768, 256, 1), torch.bfloat16, [0, 2, 1, 3])
+    assert ordered == first(shape)
+    assert hash(ordered) == hash(first(shape))
+    assert ordered != innermost
+    assert "device_size=[128, 2, 4, 3, 64], stride_map=[256, 32768, 64, 65536, 1]" in repr(ordered)
+    with pytest.raises(RuntimeError, match=r"no format for torch\.float64"):
+        get_device_dtype(torch.float64)
+    with pytest.raises(TypeError, match="expected"):
+        SpyreTensorLayout((3, 2), (2, 1), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="dim_order"):
+        SpyreTensorLayout((3, 2), (2, 1), torch.bfloat16, [0, 0])
+
+
+def test_the_package_is_imported_on_demand(spyre: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch_spyre", None)
+    del sys.modules["torch_spyre"]
+    import torch_spyre
+
+    assert torch_spyre._C is sys.modules["torch_spyre._C"]
+
+
+@pytest.mark.parametrize("shape", (BUFFER, (1, 1, 64, 256), (2, 3, 192, 128)), ids=str)
+def test_a_tensor_keeps_its_layout(spyre: torch.device, shape: tuple[int, ...]) -> None:
+    layout, host = first(shape), random(*shape)
+    for moved in (host.to("spyre", device_layout=layout), host.to(spyre, device_layout=layout)):
+        assert moved.cpu().equal(host)
+        assert device.layout_of(moved[:, :, 5:]) == device.layout_of(moved) == layout
+        assert device.first_dim(moved) == device.first_dim(moved[:, :, 5:]) == 2
+        assert device.first_dim(moved.transpose(1, 2)) == 1
+        assert moved.to("spyre", device_layout=layout) is moved
+    plain = host.to(device_layout=layout).clone()
+    assert plain.device.type == "spyre"
+    assert device.layout_of(plain).device_size[:2] == [shape[1], shape[2]]  # upstream's default
+    assert device.first_dim(plain) == (1 if shape[1] > 1 else None)
+    again = plain.to("spyre", device_layout=layout)
+    assert again.cpu().equal(host)
+    assert device.layout_of(again) == layout
+
+
+def test_a_layout_ends_with_its_memory(spyre: torch.device) -> None:
+    for _ in range(20):  # where memory is used again, most likely
+        assert device.layout_of(buffer()) == first(BUFFER)
+        assert device.layout_of(torch.empty(BUFFER, dtype=torch.bfloat16, device=spyre)) != first(BUFFER)
+
+
+def test_a_layout_must_fit(spyre: torch.device) -> None:
+    for shape in ((1, KV_HEADS, 192, DIM), (1, KV_HEADS, 128, 128), (1, 4, 128, DIM), (3, KV_HEADS, 128, DIM)):
+        with pytest.raises(RuntimeError, match="does not fit"):
+            random(*BUFFER).to("spyre", device_layout=first(shape))
+    with pytest.raises(RuntimeError, match="it holds BFLOAT16"):
+        random(*BUFFER).half().to("spyre", device_layout=first(BUFFER))
+    with pytest.raises(RuntimeError, match="no device_layout"):
+        random(*BUFFER).to("cpu", device_layout=first(BUFFER))
+
+
+def write(keys: Tensor, index: Tensor, key: Tensor) -> Tensor:
+    keys.index_copy_(2, index, key)
+    return keys
+
+
+def write_rows(keys: Tensor, index: Tensor, key: Tensor) -> Tensor:
+    keys.transpose(1, 2).index_copy_(1, index, key.transpose(1, 2))
+    return keys
+
+
+@pytest.mark.parametrize("write", (write, write_rows))
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+def test_counts_relayouts(spyre: torch.device, write: Callable[..., Tensor], compiled: bool) -> None:
+    if compiled:
+        torch._dynamo.reset()
+        write = torch.compile(write, backend="inductor", dynamic=False, fullgraph=True)
+    index, key = torch.tensor([7]).to(spyre), random(1, KV_HEADS, 1, DIM, seed=5).to(spyre)
+    for keys, relayouts in ((buffer(), 0), (random(*BUFFER).to(spyre), 1), (buffer(), 0)):
+        with device.counting() as counts:
+            for _ in range(3):
+                write(keys, index, key)
+        assert counts.relayouts["index_copy"] == 3 * relayouts
+        assert keys[:, :, 7:8].cpu().equal(key.cpu())
+
+
+def test_relayouts_are_seen_in_a_cached_graph(spyre: torch.device) -> None:
+    """Inductor's own cache knows the second graph."""
+    keys, index, key = random(*BUFFER).to(spyre), torch.tensor([7]).to(spyre), random(1, KV_HEADS, 1, DIM).to(spyre)
+    for _ in range(2):
+        torch._dynamo.reset()
+        with device.counting() as counts, device.compiled_ops() as ops:
+            torch.compile(write, backend="inductor", dynamic=False)(keys, index, key)
+        assert counts.relayouts == {"index_copy": 1}
+        assert ops == {support.Op("index_copy")}
+
+
+@pytest.mark.parametrize("heads", (1, 2))
+def test_counts_copies_between_layouts(spyre: torch.device, heads: int) -> None:
+    short, long = buffer((1, heads, 128, DIM)), buffer((1, heads, 192, DIM))
+    plain = torch.zeros(1, heads, 192, DIM, dtype=torch.bfloat16, device=spyre)
+    with device.counting() as alike:
+        long.narrow(2, 64, 128).copy_(short)
+        plain.copy_(plain.clone())
+        plain.narrow(2, 0, 64).copy_(plain[:, :, :1])
+    assert alike.layout_copies == 0
+    with device.counting() as counts:
+        plain.narrow(2, 64, 128).copy_(short)
+        long.narrow(2, 64, 64).copy_(plain.narrow(2, 64, 64))
+    assert counts.layout_copies == 2
+    assert not layouts.same_kind(plain, plain.transpose(2, 3).contiguous().transpose(2, 3))
+
+
+# -- what a card runs --
+
+
+def test_counts_binaries_of_eager_work(spyre: torch.device) -> None:
+    old, new = random(1, 2, 192, DIM).to(spyre), random(1, 2, 192, DIM).to(spyre)
+    with device.counting() as counts:
+        for start in (0, 64, 64, 64):
+            new.narrow(2, 0, 64).copy_(old.narrow(2, start, 64))
+    assert len(counts.eager_binaries) == 2
+    assert sum(counts.eager_binaries.values()) == 4
+    assert {binary.offsets for binary in counts.eager_binaries} == {(0, 0), (0, 64 * DIM)}
+    with device.counting() as counts:
+        new.cpu()
+        new.copy_(old.cpu())
+        new[:, :1].transpose(1, 2)
+        for tensor in (new, new, new.transpose(1, 2), new.float()):  # the last is a copy besides
+            tensor + tensor
+        new.argmax()
+    assert {binary.op: n for binary, n in counts.eager_binaries.items() if binary.op == "copy"} == {"copy": 1}
+    assert len([binary for binary in counts.eager_binaries if binary.op == "add"]) == 3
+    assert counts.native_ops == {"add": 4}
+    assert counts.cpu_fallbacks == {"argmax": 1}
+
+
+def test_some_operations_are_one_to_the_card(spyre: torch.device) -> None:
+    """Though PyTorch takes them apart, into clones and casts among others."""
+    x = random(2, 4, 3, DIM).to(spyre)
+    with device.counting() as counts, device.strict(), torch.no_grad():
+        x.transpose(1, 2) @ x.transpose(1, 2).transpose(-1, -2)
+        linear(x, x.new_zeros(5, DIM))
+        torch.nn.functional.rms_norm(x, (DIM,))
+        scaled_dot_product_attention(x, x, x)
+    names = "matmul", "linear", "rms_norm", "scaled_dot_product_attention", "zeros"
+    assert counts.native_ops == dict.fromkeys(names, 1)
+    assert not counts.cpu_fallbacks
+
+
+ONLY_COMPILED = "is compiled-only"
+REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor], object]]] = {
+    "gelu": (ONLY_COMPILED, lambda x, mask: torch.nn.functional.gelu(x)),
+    "clone": (ONLY_COMPILED, lambda x, mask: x.clone()),
+    "contiguous": (ONLY_COMPILED, lambda x, mask: x.t().contiguous()),
+    "reshape": (ONLY_COMPILED, lambda x, mask: x.t().reshape(-1)),
+    "to": (ONLY_COMPILED, lambda x, mask: x.float()),
+    "copy": (ONLY_COMPILED, lambda x, mask: x.copy_(mask)),
+    "fill": (ONLY_COMPILED, lambda x, mask: x.fill_(1)),
+    "zero": (ONLY_COMPILED, lambda x, mask: x.zero_()),
+    "slice_scatter": (ONLY_COMPILED, lambda x, mask: torch.slice_scatter(x, x)),
+    "index_add": (ONLY_COMPILED, lambda x, mask: x.index_add(0, torch.arange(4, device=x.device), x)),
+    "repeat": (ONLY_COMPILED, lambda x, mask: x.repeat(2, 1)),
+    "flip": (ONLY_COMPILED, lambda x, mask: x.flip(0)),
+    "offset": ("a view of a slice is compiled-only", lambda x, mask: x[1:] * 2),
+    "part": ("a view of a slice is compiled-only", lambda x, mask: x[:2] * 2),
+    "columns": ("a view of a slice is compiled-only", lambda x, mask: x[:, :2].relu()),
+    "expand": ("a view of a slice is compiled-only", lambda x, mask: x[:, None].expand(4, 2, 64).sum()),
+    "linear": ("a view of a slice is compiled-only", lambda x, mask: linear(x[1:], x)),
+    "roll": ("missing or broken", lambda x, mask: x.roll(1, 0)),
+    "bool": ("bool tensor", lambda x, mask: x * mask),
+    "bool attention": ("bool tensor", lambda x, mask: scaled_dot_product_attention(x, x, x, mask[:, :4])),
+    "empty": ("zero size", lambda x, mask: torch.zeros(0, 4, device=x.device)),
+    "empty view": ("zero size", lambda x, mask: x[4:]),
+    "empty upload": ("zero size", lambda x, mask: torch.zeros(0).to(x.device)),
+    "cat": ("part of size 1", lambda x, mask: torch.cat([x, torch.zeros(4, 1, device=x.device)], dim=-1)),
+}
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("name", REFUSED)
+def test_strict_refuses(spyre: torch.device, name: str, mode: Callable[[], Any]) -> None:
+    message, use = REFUSED[name]
+    with mode():
+        x = random(4, 64).to(spyre)
+        mask = (x.cpu() > 0).to(spyre)
+        with device.strict(), pytest.raises(RuntimeError, match=message):
+            use(x, mask)
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_strict_lets_the_rest_run(spyre: torch.device, mode: Callable[[], Any]) -> None:
+    with mode():
+        x = random(4, 64).to(spyre)
+        index = torch.tensor([1]).to(spyre)
+        with device.counting() as counts, device.strict():
+            torch.cat([torch.where(x == x, x, x), x])
+            torch.ones(3, device=spyre)
+            torch.full((3,), 2.0, device=spyre)
+            x.t().sum()
+            x.contiguous().view(2, 128).softmax(-1)
+            x.narrow(0, 0, 2).copy_(x.narrow(0, 2, 2))
+            x[1].cpu()
+            torch.zeros(3).to(spyre, torch.bfloat16).to("cpu", torch.float32)
+            x.index_copy_(0, index, torch.zeros(1, 64, dtype=x.dtype, device=spyre))
+            x.argmax(-1)
+            torch.arange(3, device=spyre)
+            torch.randn(3, device=spyre)
+            x.tanh()
+    names = "cat", "where", "eq", "ones", "full", "sum", "softmax", "zeros"
+    assert counts.native_ops == dict.fromkeys(names, 1)
+    assert counts.cpu_fallbacks == dict.fromkeys(("index_copy", "argmax", "arange", "randn", "tanh"), 1)
+
+
+def test_strict_is_for_eager_code(spyre: torch.device) -> None:
+    class Act(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.gelu(x[1:].float()).clone()
+
+    eager, compiled = Act(), Act()
+    compiled.compile(backend="inductor", dynamic=False, fullgraph=True)
+    x = random(4, 64).to(spyre)
+    with device.strict():
+        compiled(x)
+    with device.strict_in([eager, compiled]):
+        for _ in range(2):
+            compiled(x)
+            torch.nn.functional.gelu(x)
+            with pytest.raises(RuntimeError, match=ONLY_COMPILED):
+                eager(x)
+    assert eager(x).cpu().allclose(compiled(x).cpu(), atol=1e-4)
+
+
 # -- compiled code on the device --
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+
+
+def rows_turned(x: Tensor) -> Tensor:
+    half = x.shape[0] // 2
+    return torch.nn.functional.gelu(torch.cat([x[half:], x[:half, :]]).flip(0)) @ x.t()
+
+
+def test_tells_what_a_graph_consists_of(spyre: torch.device) -> None:
+    x = random(4, 64).to(spyre)
+    found = []
+    for function in (rotate_half, rows_turned, lambda x: x.flip(-1), lambda x: x.cumsum(0).roll(1, 0)):
+        compiled = torch.compile(function, backend="inductor", dynamic=False)
+        with device.compiled_ops() as ops:
+            compiled(x)
+        with device.compiled_ops() as again:
+            compiled(x)
+        assert again == ops
+        found.append(ops)
+    turned, cat = support.Op("slice", last=True), support.Op("cat", last=True)
+    assert found[0] == {turned, cat, support.Op("neg")}
+    assert found[1] == {support.Op(name) for name in ("slice", "cat", "flip", "gelu", "t", "mm")}
+    assert support.not_compilable(found[0]) == found[0]  # no table has `neg`
+    assert support.not_compilable(found[1]) == set()
+    assert support.not_compilable(found[2]) == {support.Op("flip", last=True)}
+    assert support.not_compilable(found[3]) == {support.Op("cumsum"), support.Op("roll")}
+    assert support.not_compilable({turned, support.Op("cat")}) == set()
+
+
+def test_the_table_is_consistent() -> None:
+    assert {support.plain(name) for name in support.SUPPORT} == set(support.SUPPORT)
+    assert all(support.where(name) == support.EAGER for name in support.WHOLE | support.MOVES)
+    assert [support.where(name) for name in ("gelu", "roll", "tril", "tanh")] == [
+        support.COMPILED,
+        support.BROKEN,
+        support.FALLBACK,
+        support.FALLBACK,
+    ]
 
 
 def moved(arguments: Arguments, to: torch.device) -> Arguments:
@@ -472,6 +774,15 @@ def test_a_view_with_an_offset_is_no_input(spyre: torch.device, compiled_layer: 
     compiled_layer(part.clone(), there, keys.to(spyre), values.to(spyre), *step)
     with device.tolerated("offset_input"):
         compiled_layer(part, there, keys.to(spyre), values.to(spyre), *step)
+
+
+def test_a_layer_compiles(spyre: torch.device, compiled_layer: Callable[..., Any]) -> None:
+    weights, keys, values = layer_inputs()
+    there = {name: weight.to(spyre) for name, weight in weights.items()}
+    with device.compiled_ops() as ops:
+        compiled_layer(at(5)[0].to(spyre), there, *(t.to(spyre) for t in (keys, values, *at(5)[1:])))
+    assert {"mm", "index_copy", "sliding_window_attention", "rsqrt", "to"} <= {op.name for op in ops}
+    assert support.not_compilable(ops) == set()
 
 
 def test_stock_generates_on_the_device(spyre: torch.device) -> None:

@@ -19,6 +19,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <set>
@@ -60,6 +61,7 @@ State& state() {
 
 thread_local int region_depth = 0;    // inside the code of a compiled graph
 thread_local int fallback_depth = 0;  // inside a CPU fallback, whose copies are its own affair
+thread_local int whole_depth = 0;     // inside an operation that is one to the card, and several to PyTorch
 
 struct Depth {
   explicit Depth(int& value) : value(value) { ++value; }
@@ -69,9 +71,14 @@ struct Depth {
 
 // ---- Memory ----
 
+// A layout belongs to the memory: views share it, and it ends with it. Number 0 stands for the default one, which
+// follows from the sizes and strides that the memory was first used with.
 struct Block {
   void* data;
   size_t bytes;
+  int64_t layout = 0;
+  std::vector<int64_t> sizes = {};
+  std::vector<int64_t> strides = {};
 };
 
 void free_block(void* context) {
@@ -99,7 +106,17 @@ struct HostAllocator final : c10::Allocator {
 HostAllocator allocator;
 REGISTER_ALLOCATOR(c10::kPrivateUse1, &allocator);
 
-at::Tensor without_bad_bools(at::Tensor fresh) {
+// Null for a tensor without memory.
+Block* block_of(const at::Tensor& t) {
+  const auto& data = t.storage().data_ptr();
+  return data.get_deleter() == &free_block ? static_cast<Block*>(data.get_context()) : nullptr;
+}
+
+at::Tensor prepared(at::Tensor fresh) {
+  if (auto* block = block_of(fresh)) {
+    block->sizes = fresh.sizes().vec();
+    block->strides = fresh.strides().vec();
+  }
   if (fresh.scalar_type() == at::kBool && fresh.nbytes() > 0) {
     std::memset(fresh.data_ptr(), 0, fresh.nbytes());  // a bool of 0xFF is no bool at all
   }
@@ -204,7 +221,7 @@ at::Tensor empty(
     std::optional<bool>,
     std::optional<at::MemoryFormat> format) {
   auto type = c10::dtype_or_default(dtype);
-  return without_bad_bools(at::detail::empty_generic(size, &allocator, kKeys, type, format));
+  return prepared(at::detail::empty_generic(size, &allocator, kKeys, type, format));
 }
 
 at::Tensor empty_strided(
@@ -215,7 +232,7 @@ at::Tensor empty_strided(
     std::optional<at::Device>,
     std::optional<bool>) {
   auto type = c10::dtype_or_default(dtype);
-  return without_bad_bools(at::detail::empty_strided_generic(size, stride, &allocator, kKeys, type));
+  return prepared(at::detail::empty_strided_generic(size, stride, &allocator, kKeys, type));
 }
 
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
@@ -302,6 +319,31 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
+// ---- Operations that the card runs as one, and PyTorch as several ----
+
+// Called with the name and the tensors before such an operation begins. Leaked, as the state is.
+pybind11::object& whole_hook() {
+  static auto* hook = new pybind11::object(pybind11::none());
+  return *hook;
+}
+
+std::atomic<bool> hooked{false};
+
+void whole(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  if (hooked && region_depth == 0 && whole_depth == 0) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+      if (value.isTensor() && value.toTensor().defined()) {
+        tensors.push_back(value.toTensor());
+      }
+    }
+    pybind11::gil_scoped_acquire gil;
+    whole_hook()(plain_name(op), tensors);
+  }
+  Depth depth(whole_depth);
+  op.redispatchBoxed(kKeys, stack);  // to PyTorch's own composition
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -322,6 +364,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("matmul", torch::CppFunction::makeFromBoxedFunction<&whole>());
+  m.impl("linear", torch::CppFunction::makeFromBoxedFunction<&whole>());
+  m.impl("rms_norm", torch::CppFunction::makeFromBoxedFunction<&whole>());
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
@@ -336,6 +384,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("enter_region", [] { ++region_depth; });
   m.def("exit_region", [] { --region_depth; });
   m.def("in_region", [] { return region_depth > 0; });
+  m.def("in_whole", [] { return whole_depth > 0; });
+  m.def("hook_whole", [](pybind11::object hook) {
+    hooked = !hook.is_none();
+    whole_hook() = std::move(hook);
+  });
+  m.def("is_whole", &is_whole);
+  m.def("set_layout", [](const at::Tensor& t, int64_t number) {
+    if (auto* block = block_of(t)) {
+      block->layout = number;
+    }
+  });
+  // The layout's number, and the sizes and strides that the memory was first used with.
+  m.def("allocation", [](const at::Tensor& t) {
+    TORCH_CHECK(t.is_privateuseone(), "expected a spyre tensor, got one on ", t.device());
+    const auto* block = block_of(t);
+    bool known = block != nullptr && !(block->sizes.empty() && t.dim() > 0);
+    return std::make_tuple(
+        block == nullptr ? 0 : block->layout,
+        known ? block->sizes : t.sizes().vec(),
+        known ? block->strides : t.strides().vec());
+  });
   m.def("forbid", [](std::set<std::string> names, bool bool_tensors) {
     state().forbidden = std::move(names);
     state().forbid_bool = bool_tensors;

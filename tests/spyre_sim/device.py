@@ -3,8 +3,8 @@
 Simulated:
 
 * Fresh memory is full of NaN (0xFF bytes; bool tensors are False, other integers -1): who reads before writing sees it.
-* Only allocation, views and copies run "on the device" in eager mode. Everything else falls back to the CPU, and is
-  counted by name; `scaled_dot_product_attention` falls back as a whole.
+* Only allocation, views and copies run "on the device" in eager mode. Everything else is computed by the CPU, and is
+  counted by name; `scaled_dot_product_attention` is one operation. support.py tells what a card would compute itself.
 * `torch.compile(backend="inductor")` generates Inductor's C++ for the device. What Inductor fuses is native there, an
   in-place `index_copy_` too. What it calls from outside (matrix products, for one) falls back, and is counted apart.
 * `spyre::sliding_window_attention` raises unless a compiled graph calls it, and checks its contract (operator.py).
@@ -12,12 +12,21 @@ Simulated:
   `fallback_bytes`. So are copies that stay on the device, and bytes alive.
 * Two faults, as errors where a card is silently wrong: copying from the host into a slice of a device tensor
   ("host_slice_copy"), and a view with a storage offset as the input of a graph ("offset_input").
-* Eager operations can be forbidden, by name.
+* Layouts, as marks on the memory that costs are counted by: `torch_spyre._C.SpyreTensorLayout`, and
+  `tensor.to("spyre", device_layout=...)`. An `index_copy_` on a dimension that is not the device's first counts as a
+  relayout, and so do copies between layouts of different kind.
+* The work that a card would compile a binary for is told apart by operation, shapes, strides, offsets and types. How
+  a constant (a factor, a dimension) enters its binary is unknown, and left out.
+* Eager operations can be forbidden by name (`forbidden`), or by what a card runs (`strict`): what it does only in a
+  graph or not at all is refused. There, a view may be made of anything and copied, but not computed with unless it is
+  the whole of its memory.
+* `compiled_ops` tells what a graph consists of, before Inductor's decompositions, for `support.not_compilable`.
 
-Not simulated: time; the device's number format and layouts (`torch_spyre` and its APIs do not exist here, float32
-works); what the card cannot run or compile at all (`roll`, bool masks: forbid them); that rolling a buffer into itself
-in a graph overwrites live rows; that a buffer updated in a graph may come back as another tensor; streams, events,
-random numbers of its own.
+Not simulated: time; the device's number format, and the order of elements that a layout means (float32 works); that a
+relayout was wrong in older versions; that what the card cannot compile fails in a graph: `not_compilable` tells, by
+the names of operations, not by sizes (`cat` with a part of size 1, tensors of zero size, bool masks); that a view
+costs a binary of its own; that rolling a buffer into itself in a graph overwrites live rows; that a buffer updated in
+a graph may come back as another tensor; streams, events, random numbers of its own.
 
 The hooks into Inductor are private to PyTorch and made for 2.13: another version may need another inductor.py.
 
@@ -27,7 +36,10 @@ Use:
     model.to("spyre")
     with device.counting() as counts: ...       # `counts`, a Counts, is filled at the end
     with device.forbidden("cat"): ...           # also `forbidden_in(modules)`; default names: SLIDING_FORBIDDEN
+    with device.strict(): ...                   # also `strict_in(modules)`
+    with device.compiled_ops() as ops: ...      # `ops`, a set of Op, grows with each graph that is made or called
     with device.tolerated("host_slice_copy"):   # without that fault
+    device.layout_of(tensor)                    # its SpyreTensorLayout; `first_dim(tensor)`: device dimension 0
     device.host_view(tensor)                    # a CPU tensor over the same memory, uncounted
 
 A process that has loaded it has an accelerator from then on: `torch.accelerator` says so, to transformers as well.
@@ -46,7 +58,7 @@ import tempfile
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +67,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from . import graphs, operator
+from . import eager, graphs, layouts, operator
+from .eager import Binary
+from .layouts import first_dim, layout_of, same_kind
+from .support import Op
+
+__all__ = [
+    "Binary",
+    "Counts",
+    "Op",
+    "Transfer",
+    "compiled_ops",
+    "counting",
+    "first_dim",
+    "forbidden",
+    "forbidden_in",
+    "host_view",
+    "in_compiled_region",
+    "layout_of",
+    "live_bytes",
+    "load",
+    "load_or_skip",
+    "missing_tools",
+    "same_kind",
+    "strict",
+    "strict_in",
+    "tolerated",
+]
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -102,6 +140,16 @@ class Counts:
     fallback_bytes: int = 0
     device_copies: int = 0
     device_copy_bytes: int = 0
+    native_ops: Counter[str] = field(default_factory=Counter)
+    """Eager operations that a card runs itself, by the names of support.py."""
+    cpu_fallbacks: Counter[str] = field(default_factory=Counter)
+    """Eager operations that a card leaves to the CPU."""
+    eager_binaries: Counter[Binary] = field(default_factory=Counter)
+    """Eager work by what a card compiles for it: its length is how many binaries there must be."""
+    relayouts: Counter[str] = field(default_factory=Counter)
+    """In-place `index_copy_`, eager or compiled, on another dimension than the buffer's first on the device."""
+    layout_copies: int = 0
+    """Eager copies between device tensors whose layouts differ in kind."""
     regions: Counter[int] = field(default_factory=Counter)
     """Calls of each compiled graph, by its number (the n-th generated in this process). Two frames whose graphs are
     equal may share the generated code, and so the number; `graphs.watched` counts both."""
@@ -122,9 +170,10 @@ def counting() -> Iterator[Counts]:
     """Count what happens within."""
     native, counts = _native(), Counts()
     first = native.transfer_count()
-    before, regions = native.counters(first), Counter(_regions)
+    before, regions, watched = native.counters(first), Counter(_regions), _watched()
     try:
-        yield counts
+        with eager.watching(native):
+            yield counts
     finally:
         after = native.counters(first)
         counts.transfers = [Transfer(*transfer) for transfer in after["transfers"]]
@@ -133,6 +182,30 @@ def counting() -> Iterator[Counts]:
         for name in ("fallback_bytes", "device_copies", "device_copy_bytes"):
             setattr(counts, name, after[name] - before[name])
         counts.regions = _regions - regions
+        for name, value in _watched().items():
+            setattr(counts, name, value - watched[name])
+
+
+def _watched() -> dict[str, Any]:
+    from . import compiled
+
+    return {
+        "native_ops": Counter(eager.native_ops),
+        "cpu_fallbacks": Counter(eager.cpu_fallbacks),
+        "eager_binaries": Counter(eager.binaries),
+        "relayouts": eager.relayouts + compiled.relayouts,
+        "layout_copies": eager.layout_copies,
+    }
+
+
+@contextmanager
+def compiled_ops() -> Iterator[set[Op]]:
+    """The operations of all graphs for the device that are made or called within, before Inductor takes them apart."""
+    _native()
+    from . import compiled
+
+    with compiled.watched() as ops:
+        yield ops
 
 
 def live_bytes() -> int:
@@ -169,13 +242,41 @@ def forbidden(*names: str, bool_tensors: bool = True) -> Iterator[None]:
 @contextmanager
 def forbidden_in(modules: Iterable[nn.Module], *names: str, bool_tensors: bool = True) -> Iterator[None]:
     """`forbidden`, but only while one of these modules runs."""
+    with _while_running(modules, lambda: forbidden(*names, bool_tensors=bool_tensors)):
+        yield
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Within, an eager operation that a card runs only in a graph, or not at all, raises RuntimeError.
+
+    By the table of support.py. Views may be made, and copied, but nothing is computed from those that are not the
+    whole of their memory. Compiled graphs are not concerned.
+    """
+    with eager.watching(_native(), strict=True):
+        yield
+
+
+@contextmanager
+def strict_in(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """`strict`, but only while one of these modules runs eagerly."""
+    with _while_running(modules, strict):
+        yield
+
+
+@contextmanager
+def _while_running(modules: Iterable[nn.Module], make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     entered: list[Any] = []
 
     def begin(*_: object) -> None:
-        entered.append(forbidden(*names, bool_tensors=bool_tensors))
+        if torch.compiler.is_compiling():  # the hook is part of a graph then
+            return
+        entered.append(make())
         entered[-1].__enter__()
 
     def end(*_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
         entered.pop().__exit__(None, None, None)
 
     hooks = []
@@ -268,6 +369,8 @@ def load() -> None:
     torch._register_device_module("spyre", _device_module())
     torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=False)
     operator.register()
+    layouts.install()
+    eager.install()
     _teach_inductor()
 
 
@@ -372,9 +475,11 @@ def _teach_inductor() -> None:
     from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides
     from torch._inductor.fx_passes.joint_graph import lazy_init
 
+    from . import compiled
     from .inductor import SourceInKey, SpyreScheduling, SpyreWrapper, schedule_like_the_cpu
 
     schedule_like_the_cpu()
+    compiled.install()
     register_interface_for_device("spyre", type("SpyreInterface", (CpuInterface,), {}))
     register_device_op_overrides("spyre", CpuDeviceOpOverrides())
     register_backend_for_device("spyre", SpyreScheduling, SpyreWrapper, device_custom_pass=SourceInKey())

@@ -65,10 +65,11 @@ class SpyreWrapper(PythonWrapperCodegen):
 
 
 class SourceInKey(CustomGraphModulePass):
-    """Does nothing but put this file into the key of Inductor's cache, whose entries hold the code it generates."""
+    """Does nothing but put this package into the key of Inductor's cache, whose entries hold what it led to."""
 
     def __call__(self, gm: torch.fx.GraphModule) -> None:
         pass
 
     def uuid(self) -> str:
-        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        sources = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".py", ".cpp"))
+        return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
