@@ -87,6 +87,17 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def __repr__(self) -> str:
         return f"{type(self).__name__}(window={self.sliding_window}, rows={self.rows}, seen={self.seen})"
 
+    def __copy__(self) -> SlidingLayer:
+        """A layer with rows of its own, for they are written in place: stock's layers can share theirs."""
+        self.count()
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self))
+        if self.rows:
+            copy.key_rows, copy.value_rows = self.key_rows.clone(), self.value_rows.clone()
+        if self._lent is not None:
+            copy._lent = [None if rows is None else rows.clone() for rows in self._lent]
+        return copy
+
     # -- which row holds which position --
 
     @staticmethod
@@ -344,7 +355,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             return False
         # They may be of another batch, dtype or device, and the count set to that of rows which lie elsewhere by now.
         placed = self.origin <= shown.start and shown.stop - self.origin <= self.rows
-        if not (placed and alike(self.key_rows, keys) and alike(self.value_rows, values)):
+        tied = bool(self.rows) and (self.key_rows.requires_grad or self.value_rows.requires_grad)  # to older graphs
+        if tied or not (placed and alike(self.key_rows, keys) and alike(self.value_rows, values)):
             rows = max(self.rows, self.base_rows(self.sliding_window), ceil64(shown.size))
             self.key_rows, self.value_rows = zeros_like_rows(keys, rows), zeros_like_rows(values, rows)
             self.origin = self.origin if placed else shown.start

@@ -702,6 +702,76 @@ def embedding(make: Callable[[Any], nn.Module], implementation: str) -> Use:
     return use
 
 
+# -- caches taken apart, and gradients --
+
+
+def forked(model: Model) -> Found:
+    """Three continuations of one prefix, in turns, each on layers that were copied one by one."""
+    key, ids = cache_key(model), named_ids(model, 1, PROMPT + 3 * NEW)
+    found = []
+    with torch.no_grad():
+        prefix = model(ids[:, :PROMPT], use_cache=True)[key]
+        forks = [copy.copy(prefix) for _ in range(3)]
+        for fork in forks:
+            fork.layers = [copy.copy(layer) for layer in prefix.layers]
+        for position in range(PROMPT, PROMPT + NEW):
+            for number, fork in enumerate(forks):
+                token = ids[:, position + number * NEW, None]
+                found.append(model(token, **{key: fork}).logits)
+    return found
+
+
+def ablated_head(model: Model) -> Found:
+    """A part of what enters the output projection is zeroed in place, with gradients on."""
+
+    def zero(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        args[0][..., :4] = 0
+
+    key, ids = cache_key(model), named_ids(model, 1, PROMPT + 3)
+    model.set_attn_implementation("eager")  # where stock can go backward through it as well
+    with hook(sliding(model).self_attn.o_proj, zero):
+        output = model(ids[:, :PROMPT], use_cache=True)
+        found = [output.logits]
+        for position in range(PROMPT, PROMPT + 3):
+            found.append(model(ids[:, position, None], **{key: output[key]}).logits)
+        loss = model(ids, use_cache=False).logits.square().mean()
+    loss.backward()
+    found.append(sliding(model).self_attn.q_proj.weight.grad.clone())
+    reset_grad(model)
+    return [part.detach() for part in found]
+
+
+@contextmanager
+def hook(module: nn.Module, before: Any) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def trained_prefix(model: Model) -> Found:
+    """Rows that are parameters, written into one cache before each of several steps."""
+    key, ids = cache_key(model), named_ids(model, 1, PROMPT + NEW)
+    with torch.no_grad():
+        cache = model(ids[:, :PROMPT], use_cache=True)[key]
+    rows = [
+        [part.detach().clone().requires_grad_() for part in (layer.keys, layer.values)]
+        for layer in cache.layers
+        if getattr(layer, "keys", None) is not None
+    ]
+    holding = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    found = []
+    for _ in range(3):
+        for layer, (keys, values) in zip(holding, rows, strict=True):
+            layer.keys, layer.values = keys * 1.0, values * 1.0
+            layer.cumulative_length = PROMPT
+        model(ids[:, PROMPT:], **{key: cache}).logits.square().mean().backward()
+        found += [part.grad.clone() for pair in rows for part in pair]
+        reset_grad(model)
+    return found
+
+
 USES: dict[str, Use] = {
     "torch_kernel": torch_kernel,
     "torch_kernel_of_ones_own": torch_kernel_of_ones_own,
@@ -762,6 +832,9 @@ USES: dict[str, Use] = {
     "wrapped_embedding_eager": embedding(Wrap, "eager"),
     "int8_embedding": embedding(lambda inner: Quantized(inner, torch.int8), "eager"),
     "float8_embedding": embedding(lambda inner: Quantized(inner, torch.float8_e4m3fn), "eager"),
+    "forked_layers": forked,
+    "ablated_head": ablated_head,
+    "trained_prefix": trained_prefix,
 }
 
 

@@ -161,7 +161,8 @@ class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         rule, queries, keys, scale, kernel, block = _unwrapped(*rest)
-        return windowed.forward(KERNELS[kernel], query, key, value, rule, queries, keys, scale, block)
+        out = windowed.forward(KERNELS[kernel], query, key, value, rule, queries, keys, scale, block)
+        return out.clone() if out._is_view() else out  # or nobody could write into it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -314,10 +314,11 @@ def _project(
     family: Family, attention: Any, hidden: Tensor, cos: Tensor, sin: Tensor, turn: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     def norm(module: Any, states: Tensor) -> Tensor:
+        # In float32, which a card has for a norm: with a reduction or a weight in half precision logits stray further.
         wide = states.float()
-        normed = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + module.eps)).to(states.dtype)
+        wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + module.eps)
         weight = family.norm_weight(module)
-        return normed if weight is None else normed * weight
+        return (wide if weight is None else wide * weight).to(states.dtype)
 
     def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return states * cos + (states @ turn) * sin

@@ -94,7 +94,7 @@ class Family(ABC):
 
     @abstractmethod
     def norm_weight(self, norm: Any) -> Tensor | None:
-        """What a norm of this family multiplies by, ``[head_dim]``, or None."""
+        """What a norm of this family multiplies by, ``[head_dim]`` in float32, or None."""
 
     def masks(self, config: Any, types: Tensor | None, *, ahead: bool, **call: Any) -> Masks:
         """The masks of both kinds of layer that the outer model makes, by its own function.

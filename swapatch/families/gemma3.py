@@ -47,7 +47,7 @@ class Gemma3(Family):
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def norm_weight(self, norm: Any) -> Tensor:
-        weight: Tensor = 1.0 + norm.weight
+        weight: Tensor = 1.0 + norm.weight.float()
         return weight
 
     def masks(self, config: Any, types: Tensor | None, *, ahead: bool, **call: Any) -> Masks:

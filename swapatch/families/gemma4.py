@@ -51,7 +51,7 @@ class Gemma4(Family):
         return rotated
 
     def norm_weight(self, norm: Any) -> Tensor | None:
-        weight: Tensor | None = norm.weight if norm.with_scale else None
+        weight: Tensor | None = norm.weight.float() if norm.with_scale else None
         return weight
 
     def masks(self, config: Any, types: Tensor | None, *, ahead: bool, **call: Any) -> Masks:

@@ -34,11 +34,17 @@ def watched() -> Iterator[Watch]:
 
 
 def import_inductor() -> None:
-    """Import what torch.compile would at its first use, whose deprecation warnings must not fail a test."""
+    """Import what torch.compile would at its first use, whose deprecation warnings must not fail a test.
+
+    And let it put its marks on torch's own classes, which else would seem to be left behind by whoever compiles first.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import torch._inductor.compile_fx
         import torch._inductor.fx_passes.post_grad  # noqa: F401
+    from torch._dynamo.mutation_guard import install_generation_tagging_init
+
+    install_generation_tagging_init()
 
 
 def _now() -> dict[str, int]:
