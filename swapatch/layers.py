@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ._compat import CROPS_TO_LENGTH
 from ._errors import CacheStateError, explain
-from .geometry import Span, anchored_rows, ceil64, past, ring_pieces, ring_rows, roll_origin
+from .geometry import Span, anchored_rows, ceil64, doubled, past, ring_pieces, ring_rows, roll_origin
 
 
 class Memory(NamedTuple):
@@ -90,8 +90,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def __copy__(self) -> SlidingLayer:
         """A layer with rows of its own, for they are written in place: stock's layers can share theirs."""
         self.count()
-        copy = object.__new__(type(self))
-        vars(copy).update(vars(self))
+        copy: SlidingLayer = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
         if self.rows:
             copy.key_rows, copy.value_rows = self.key_rows.clone(), self.value_rows.clone()
         if self._lent is not None:
@@ -523,25 +523,30 @@ class RingLayer(SlidingLayer):
 
 
 class GlobalLayer(AnchoredLayer):
-    """A layer that forgets nothing: all positions of a cache of fixed size in one buffer, row ``r`` for position ``r``.
+    """A layer that forgets nothing: all positions in one buffer, row ``r`` for position ``r``.
 
-    A window as long as the buffer, for a backend that computes global layers as well.
+    A window without an end, for a backend that computes global layers as well. The buffer has one of few sizes, and
+    when it is full the next one.
 
     Args:
-        max_cache_len: tokens that it has room for.
+        max_cache_len: tokens of a cache of fixed size; None for one that grows.
     """
 
     is_sliding = False
 
-    def __init__(self, max_cache_len: int) -> None:
-        super().__init__(max_cache_len, max_cache_len)
+    def __init__(self, max_cache_len: int | None) -> None:
+        super().__init__(2**31 - 1, max_cache_len)
+
+    def get_max_length(self) -> int:
+        """The tokens of a fixed cache; -1 without an end, as transformers' own layers say."""
+        return self.least or -1
 
     @staticmethod
     def base_rows(window: int) -> int:
-        return ceil64(window)
+        return doubled(1)
 
     def room(self, tokens: int) -> tuple[int, int]:
-        if self.seen + tokens > self.least:
+        if self.least and self.seen + tokens > self.least:
             raise CacheStateError(
                 explain(
                     f"{tokens} tokens behind {self.seen} in a cache for {self.least}",
@@ -549,7 +554,20 @@ class GlobalLayer(AnchoredLayer):
                     "make it with a larger max_cache_len",
                 )
             )
-        return 0, self.base_rows(self.least)
+        return 0, max(self.rows, doubled(max(self.seen + tokens, self.least)))
+
+    def _hold(self, origin: int, rows: int) -> None:
+        held = self.key_rows, self.value_rows
+        self.key_rows, self.value_rows = (zeros_like_rows(old, rows) for old in held)
+        for new, old in zip((self.key_rows, self.value_rows), held, strict=True):
+            new.narrow(2, 0, old.shape[2]).copy_(old)  # whole: a copy of a new shape is a new program on a card
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` tokens, all if it were fewer."""
+        if not self.settle():
+            return self.crop(tokens_to_remove)
+        self.seen, self.recorded = self.seen - to_remove([self], tokens_to_remove, self.seen), 0
+        return None
 
 
 LAYOUTS: dict[str, type[SlidingLayer]] = {"anchored": AnchoredLayer, "ring": RingLayer}

@@ -3,34 +3,41 @@
 from typing import Any
 
 import pytest
+import spyre as spyre_script
 import torch
 import zoo
 from compare import cache_key, forced, greedy, sliding_rows
-from spyre_sim import device, graphs, operator
+from spyre_sim import device, graphs, operator, support
 from torch import Tensor
 from zoo import FULL, SLIDING, Species, named_ids, text_model
 
 import swapatch
 from swapatch.backends import spyre
+from swapatch.geometry import doubled
 
 NEW = 140  # more than two rolls
 GEMMA3, GEMMA4 = "gemma3", "gemma4"
 LOWEST = {GEMMA3: 0.999, GEMMA4: 0.998}
 
 
-def species(name: str) -> Species:
-    """Models with heads of 64, as the operator wants them, and scores of a usual size."""
+def species(name: str, more: int = 0) -> Species:
+    """Models with heads of 64, as the operator wants them, and scores of a usual size; with some layers ``more``."""
     if name == GEMMA3:
-        options = {"head_dim": 64, "query_pre_attn_scalar": 64, "hidden_size": 64}
+        options: dict[str, Any] = {"head_dim": 64, "query_pre_attn_scalar": 64, "hidden_size": 64}
+        if more:
+            options["layer_types"] = [SLIDING, SLIDING, FULL, SLIDING, *[SLIDING, FULL] * more]
         return Species(name, "Gemma3ForCausalLM", lambda window: zoo._gemma3_text(window, **options))
-    options = {"head_dim": 64, "global_head_dim": 64, "hidden_size": 64}
-    return Species(
-        name, "Gemma4ForCausalLM", lambda window: zoo._gemma4_ple_shared(window, **options), shared_kv=True, ple=True
-    )
+    make, options = zoo._gemma4_ple_shared, {"head_dim": 64, "global_head_dim": 64, "hidden_size": 64}
+    if more:
+        layers = [SLIDING, FULL] * more + [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL]
+        options |= {"layer_types": layers, "num_key_value_heads": 1, "hidden_size_per_layer_input": 16}
+        options |= {"num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+        make = zoo._gemma4_text
+    return Species(name, "Gemma4ForCausalLM", lambda window: make(window, **options), shared_kv=True, ple=True)
 
 
-def build(name: str, window: int) -> Any:
-    model = species(name).build(window, dtype=torch.bfloat16)
+def build(name: str, window: int, more: int = 0) -> Any:
+    model = species(name, more).build(window, dtype=torch.bfloat16)
     with torch.no_grad():  # gentle attention: what is compared is the way of computing, not how chaos grows
         for norm, parameter in model.named_parameters():
             if norm.endswith(("q_norm.weight", "k_norm.weight")):
@@ -66,12 +73,16 @@ def test_forced_on_any_device(name: str) -> None:
     with swapatch.patch(model, backend="spyre") as handle, operator.recorded() as calls:
         got = forced(model, ids, prompt=100)
     assert cosine(got.logits, want).min() >= LOWEST[name]
-    layers = len(handle.plan.sliding)
+    layers = len(handle.plan.layers)
     assert len(calls) == layers * 71
     heads = {call.key[1] for call in calls}
-    assert {(call.query[2], call.key[2], call.is_causal) for call in calls[:layers]} == {(128, 128, True)}
-    assert {(call.query[2], call.key[2], call.is_causal) for call in calls[layers:]} == {(1, 128, False)}
-    assert {call.window_size for call in calls} == {64}
+    assert {(call.query[2], call.key[2], call.is_causal) for call in calls[:layers]} == {(256, 256, True)}
+    # The buffers of sliding layers, and of global ones.
+    sliding, whole = ([call for call in calls if call.window_size == size] for size in (64, 2**31 - 1))
+    assert len(sliding) == len(handle.plan.sliding) * 71
+    assert len(sliding) + len(whole) == len(calls)
+    assert {(call.query[2], call.key[2]) for call in sliding} == {(256, 256), (1, 128)}
+    assert {(call.query[2], call.key[2]) for call in whole} == {(256, 256), (1, 256)}
     assert len(heads) == 1  # keys are never repeated
     assert set(sliding_rows(got.cache)) == {128}
 
@@ -88,7 +99,7 @@ def test_padded_batches(lengths: tuple[int, ...]) -> None:
 
 
 def test_chunks_have_one_shape() -> None:
-    """A second turn of any fill follows old rows padded to whole blocks: one shape for a chunk size."""
+    """A second turn of any fill has all rows of the buffers before its own: one shape for a kind of layer."""
     model = build(GEMMA3, 64)
     ids = named_ids(model, 1, 30 + 4 * 20 + 3)
     want = forced(model, ids, prompt=30, chunks=[20] * 4).logits
@@ -96,7 +107,13 @@ def test_chunks_have_one_shape() -> None:
         got = forced(model, ids, prompt=30, chunks=[20] * 4).logits
     assert cosine(got, want).min() >= 0.999
     shapes = [(call.query[2], call.key[2], call.is_causal) for call in calls]
-    assert set(shapes) == {(64, 64, True), (64, 128 + 64, False), (1, 128, False)}
+    buffers = 128, 256
+    assert set(shapes) == {
+        (256, 256, True),
+        *((256, rows + 256, False) for rows in buffers),
+        (1, 128, False),
+        (1, 256, False),
+    }
 
 
 def test_shared_layers_query_less() -> None:
@@ -105,7 +122,7 @@ def test_shared_layers_query_less() -> None:
     ids = named_ids(model, 1, 100)
     with swapatch.patch(model, backend="spyre") as handle, operator.recorded() as calls, torch.no_grad():
         output = model(ids, logits_to_keep=1, return_shared_kv_states=True)
-    shared = sum(layer.shared for layer in handle.plan.layers if layer.kind == "sliding")
+    shared = sum(layer.shared for layer in handle.plan.layers)
     assert [call.query[2] for call in calls].count(1) in (0, shared)  # transformers before 5.20 drops none
     want = model(ids, return_shared_kv_states=True).shared_kv_states
     for kind in (SLIDING, FULL):
@@ -173,7 +190,7 @@ def test_prefill_is_guarded(past: int, monkeypatch: pytest.MonkeyPatch) -> None:
             model(named_ids(model, 1, past), **{cache_key(model): cache})
         before = len(calls)
         monkeypatch.setattr(spyre, "additive", lambda *args: additive(*args)[..., :-1])
-        with pytest.raises(swapatch.SpyreContractError, match=r"mask \(1, 1, 64, (63|191)\)"):
+        with pytest.raises(swapatch.SpyreContractError, match=r"mask \(1, 1, 256, (255|383)\)"):
             model(named_ids(model, 1, 40), **{cache_key(model): cache})
     assert len(calls) == before
 
@@ -237,19 +254,33 @@ def check_on_device(name: str, window: int, prompt: int) -> None:
     want = forced(model, ids, prompt=prompt).logits
     model.to("spyre")
     handle = swapatch.patch(model)
-    path = [text_model(model).layers[index].self_attn for index in handle.plan.sliding]
-    with operator.recorded() as calls, graphs.watched() as seen, device.forbidden_in(path):
+    path = [layer.self_attn for layer in text_model(model).layers]
+    with (
+        operator.recorded() as calls,
+        graphs.watched() as seen,
+        device.forbidden_in(path),
+        device.strict_in(path),
+        device.compiled_ops() as ops,
+        device.counting() as counts,
+    ):
         got = forced(model, ids.to("spyre"), prompt=prompt)
+    assert not support.not_compilable(ops)
+    assert {"index_copy", "sliding_window_attention", "rsqrt"} <= {support.plain(op.name) for op in ops}
+    assert not counts.relayouts
+    assert not counts.layout_copies
     logits = got.logits.cpu()
     assert logits.isfinite().all()
     assert cosine(logits, want)[:, prompt - 1 :].min() >= LOWEST[name]  # every step
     assert cosine(logits, want).quantile(0.01) >= LOWEST[name]  # and the prompt, but for a rounding that grew
-    assert len(calls) == len(handle.plan.sliding) * (1 + NEW)
-    decode = {(call.query, call.key, call.is_causal) for call in calls if call.query[2] == 1}
+    assert len(calls) == len(handle.plan.layers) * (1 + NEW)
+    decode = {
+        (call.query, call.key, call.is_causal) for call in calls if call.query[2] == 1 and call.window_size == window
+    }
     assert len(decode) == 1, "every decode step has one shape"
     kinds = 1 + (name == GEMMA4)  # own keys, another layer's keys
-    # A prefill and a decode graph each, and the roll; fewer when an earlier test has compiled one.
-    assert seen.graphs <= 2 * kinds + 1
+    # On sliding and on global layers a prefill and a decode graph each, one more where a global buffer grows, and the
+    # roll; fewer when an earlier test has compiled one.
+    assert seen.graphs <= 2 * (2 * kinds) + kinds + 1
     for layer in got.cache.sliding:
         assert layer.key_rows.cpu().isfinite().all()
 
@@ -311,3 +342,183 @@ def test_nothing_of_the_card_is_imported() -> None:
 
     assert "torch_spyre" not in sys.modules
     assert cache_key(build(GEMMA3, 64)) in ("cache", "past_key_values")
+
+
+# -- prompts of any length --
+
+
+@pytest.mark.parametrize("fixed", (False, True), ids=("grows", "fixed"))
+@pytest.mark.parametrize("name", (GEMMA3, GEMMA4))
+def test_one_token_prompts(name: str, fixed: bool) -> None:
+    """Forward and decode after it, one sequence and a batch."""
+    model = build(name, 64)
+    for batch in (1, 3):
+        ids = named_ids(model, batch, 9)
+        want = forced(model, ids, prompt=1).logits
+        with swapatch.patch(model, backend="spyre"):
+            cache = swapatch.CompactCache(model, max_cache_len=70 if fixed else None)
+            got = forced(model, ids, prompt=1, cache=cache).logits
+            tokens = model.generate(ids[:, :1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert cosine(got, want).min() >= LOWEST[name]
+        assert tokens.shape == (batch, 4)
+
+
+@pytest.mark.parametrize("fixed", (False, True), ids=("grows", "fixed"))
+def test_chunks_of_any_size(fixed: bool) -> None:
+    """Of one token too, on a vision model as well; images in them; over a window and behind it."""
+    for model, inputs in ((build(GEMMA3, 64), {}), (vision_model(), {"token_types": vision_types()})):
+        ids = named_ids(model, 2, 200)
+        chunks = [64, 1, 30, 5]
+        want = forced(model, ids, prompt=64, chunks=chunks, **inputs).logits
+        with swapatch.patch(model, backend="spyre"):
+            cache = swapatch.CompactCache(model, max_cache_len=200 if fixed else None)
+            got = forced(model, ids, prompt=64, chunks=chunks, cache=cache, **inputs).logits
+        assert cosine(got, want).median() >= 0.999
+        assert cosine(got, want).min() >= 0.98
+
+
+def vision_model() -> Any:
+    base = zoo.BY_NAME["gemma3_vision"]
+
+    def make(window: int) -> Any:
+        made = base.make_config(window)
+        for key, value in {"head_dim": 64, "query_pre_attn_scalar": 64}.items():
+            setattr(made.text_config, key, value)
+        return made
+
+    made = Species("vision", base.architecture, make, vision=True, bidirectional=True)
+    return made.build(64, dtype=torch.bfloat16)
+
+
+def vision_types() -> Tensor:
+    types = torch.zeros(2, 200, dtype=torch.long)
+    types[0, 20:40] = types[1, 50:60] = 1
+    return types
+
+
+def test_a_chunk_that_leaves_one_token() -> None:
+    model = vision_model()
+    ids = named_ids(model, 1, 129)
+    options = {
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "prefill_chunk_size": 64,
+        "token_type_ids": torch.zeros_like(ids),
+    }
+    want = model.generate(ids, output_logits=True, return_dict_in_generate=True, **options)
+    with swapatch.patch(model, backend="spyre"), operator.recorded() as calls:
+        got = model.generate(ids, output_logits=True, return_dict_in_generate=True, **options)
+    assert calls
+    assert cosine(got.logits[0], want.logits[0]).min() >= 0.99
+
+
+def test_few_sizes() -> None:
+    """6 for all prompts up to 8,192 tokens, none with twice as many rows as it needs."""
+    rows = [doubled(tokens) for tokens in range(1, 8193)]
+    assert sorted(set(rows)) == [256 * 2**power for power in range(6)]
+    assert all(tokens <= found and (found == 256 or found < 2 * tokens) for tokens, found in enumerate(rows, 1))
+
+
+@pytest.mark.parametrize("made", ("by the forward", "fixed"))
+def test_a_long_lived_process_compiles_few_graphs(made: str) -> None:
+    """Two for each size of a prompt, whatever torch's own limit: one on sliding layers, one on global ones."""
+    model = build(GEMMA3, 64)
+    torch._dynamo.reset()
+    with (
+        swapatch.patch(model, backend="spyre"),
+        torch._dynamo.config.patch(recompile_limit=1),
+        graphs.watched() as seen,
+        torch.no_grad(),
+    ):
+        for tokens in range(1, 1025, 31):
+            cache = swapatch.CompactCache(model, max_cache_len=1024) if made == "fixed" else None
+            model(named_ids(model, 1, tokens), **{cache_key(model): cache})
+    assert seen.graphs == 2 * 3
+
+
+def test_a_higher_limit_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(spyre, "_compiled", lambda region: lambda: found.append(torch._dynamo.config.recompile_limit))
+    for configured in (8, 5000):
+        with torch._dynamo.config.patch(recompile_limit=configured):
+            spyre._run(spyre._shift)
+    assert found == [1024, 5000]
+
+
+# -- a whole decoder --
+
+
+def test_eager_copies_are_few(card: None) -> None:
+    """64 prompts of 130 to 193 tokens and 500 steps with rolls: what is copied on the card is not new each time."""
+    model = build(GEMMA3, 64).to("spyre")
+    long = named_ids(model, 1, 700).to("spyre")
+    with swapatch.patch(model), torch.no_grad(), device.counting() as counts:
+        for tokens in range(130, 194):
+            cache = swapatch.CompactCache(model, max_cache_len=700)
+            model(long[:, :tokens], **{cache_key(model): cache}, logits_to_keep=1)
+        for position in range(193, 693):
+            model(long[:, position, None], **{cache_key(model): cache})
+    copies = {binary for binary in counts.eager_binaries if "copy" in binary.op}
+    assert len(copies) <= 10, copies
+    assert not counts.relayouts
+    assert not counts.layout_copies
+
+
+@pytest.mark.parametrize("name", (GEMMA3, GEMMA4))
+def test_whole_decoder(card: None, name: str) -> None:
+    """By the script's own preparation: the same graphs and transfers for more layers, no relayout, stock's logits."""
+    found = []
+    for more in (0, 1):
+        torch._dynamo.reset()
+        model = build(name, 64, more)
+        ids = named_ids(model, 1, 100)
+        want = forced(model, ids, prompt=100).logits[:, -1]
+        handle = spyre_script.prepare(model)
+        with spyre_script.counted(True) as first:
+            tokens = spyre_script.generate(model, ids.to("spyre"), 70)
+        with spyre_script.counted(True) as again:
+            assert spyre_script.generate(model, ids.to("spyre"), 70).cpu().equal(tokens.cpu())
+        assert first["relayouts"] == again["relayouts"] == again["copies between layouts"] == again["graphs"] == 0
+        with torch.no_grad():
+            got = model(ids.to("spyre"), logits_to_keep=1).logits[:, -1].cpu()
+        assert cosine(got, want).min() > 0.99
+        assert swapatch.status(model).calls.stock == {}
+        found.append((first["graphs"], again["transfers"]))
+        handle.undo()
+    assert found[0] == found[1]
+
+
+def test_cache_of_generate_is_fixed(card: None) -> None:
+    model = build(GEMMA3, 64).to("spyre")
+    with swapatch.patch(model):
+        cache = greedy(model, named_ids(model, 1, 30).to("spyre"), 8).cache
+    assert isinstance(cache, swapatch.CompactCache)
+    assert [layer.is_sliding for layer in cache.layers] == [True, True, False, True]
+    assert {layer.rows for layer in cache.layers} == {128, 256}
+    assert cache.get_seq_length() == 37
+
+
+def test_more_tokens_than_there_is_room_for() -> None:
+    model = build(GEMMA3, 64)
+    with swapatch.patch(model, backend="spyre"):
+        cache = swapatch.CompactCache(model, max_cache_len=70)
+        forced(model, named_ids(model, 1, 69), prompt=60, cache=cache)
+        with pytest.raises(swapatch.CacheStateError, match="2 tokens behind 69 in a cache for 70"), torch.no_grad():
+            model(named_ids(model, 1, 2), **{cache_key(model): cache})
+        assert {layer.seen for layer in cache.layers} == {69}
+
+
+def test_a_model_that_an_adapter_has_prepared_is_refused() -> None:
+    model = build(GEMMA3, 64)
+    model._spyre_compiled_blocks = []
+    with pytest.raises(swapatch.UnsupportedModelError, match=r"(?s)_spyre_compiled_blocks.*prepared for Spyre already"):
+        swapatch.patch(model)
+    assert not swapatch.is_patched(model)
+
+
+def test_rotation_is_exact() -> None:
+    """A product with a signed permutation is what slicing and joining the halves is."""
+    from transformers.models.gemma3.modeling_gemma3 import rotate_half
+
+    states = torch.randn(2, 3, 5, 64).bfloat16()
+    assert torch.equal(states @ spyre.quarter_turn(64, torch.bfloat16, states.device), rotate_half(states))

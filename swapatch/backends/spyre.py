@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from .._errors import SpyreContractError, explain
 from ..families import Family
-from ..geometry import ALIGN, ceil64
+from ..geometry import ALIGN
 
 DEVICE = "spyre"
 """Type of the devices that torch-spyre adds."""
@@ -275,7 +275,7 @@ def _decode(
     query, key, value = _project(family, attention, hidden, cos, sin, turn)
     if index is not None and key is not None and value is not None:
         keys, values = keys.index_copy_(2, index, key), values.index_copy_(2, index, value)
-    return _attend(attention, query, keys, values, mask, window, False), keys, values
+    return _attend(attention, query, keys, values, mask, window, False, 0), keys, values
 
 
 def _prefill(
@@ -300,9 +300,7 @@ def _prefill(
         hidden, cos, sin = (functional.pad(states, (0, 0, lead, 0)) for states in (hidden, cos, sin))
     query, key, value = _project(family, attention, hidden, cos, sin, turn)
     keys, values = _behind(before_keys, key), _behind(before_values, value)
-    out = _attend(attention, query, keys, values, mask, window, causal)
-    if lead:
-        out = out[:, lead:].clone()
+    out = _attend(attention, query, keys, values, mask, window, causal, lead)
     if key_rows is None or value_rows is None or source is None or every is None:
         return out, keys, values
     key_rows = key_rows.index_copy_(2, every, keys.index_select(2, source))
@@ -332,11 +330,12 @@ def _behind(before: Tensor | None, new: Tensor | None) -> Tensor:
 
 
 def _attend(
-    attention: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, window: int, causal: bool
+    attention: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, window: int, causal: bool, lead: int
 ) -> Tensor:
+    """The output of the layer, ``[batch, queries - lead, hidden]``."""
     out = torch.ops.spyre.sliding_window_attention(query, keys, values, mask, window, causal, attention.scaling)
     # [batch, heads, queries, head_dim] -> [batch, queries, hidden]
-    result: Tensor = attention.o_proj(out.transpose(1, 2).reshape(out.shape[0], out.shape[2], -1))
+    result: Tensor = attention.o_proj(out[:, :, lead:].transpose(1, 2).flatten(2))
     return result
 
 
@@ -346,17 +345,6 @@ def _compiled(region: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(region: Callable[..., Any], *arguments: Any) -> Any:
-    if torch.compiler.is_compiling():  # a part of somebody's own graph, as of a decoder layer
-        return region(*arguments)
     limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     with torch._dynamo.config.patch(recompile_limit=limit):
         return _compiled(region)(*arguments)
-
-
-def rows_for(tokens: int) -> int:
-    """The rows that a prompt of so many tokens is computed with: 64, 128, 256 and so on.
-
-    So a process that lives long compiles few graphs: 8 for any number of prompts up to 8,192 tokens. Prompts of all
-    lengths alike waste a quarter of the rows, on average.
-    """
-    return int(ALIGN * 2 ** max(0, (ceil64(tokens) // ALIGN - 1).bit_length()))

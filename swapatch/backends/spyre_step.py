@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from .._compat import kv_shape
 from ..attention import KERNELS
 from ..attention.windowed import rows_of
-from ..geometry import Span, past
+from ..geometry import Span, doubled, past
 from ..layers import MEMORY, GlobalLayer, Memory, SlidingLayer, alike, make_room
 from ..plan import GLOBAL, SLIDING
 from ..rules import Rule, rule_of
@@ -25,7 +25,7 @@ MEMORY[spyre.DEVICE] = Memory(spyre.zeros, spyre.shift)
 class Spyre(Backend):
     """Steps over a compact cache; a call without one is stock's.
 
-    Over a cache of fixed size global layers are computed in the same way, as layers whose window is the whole buffer.
+    Global layers are computed in the same way, as layers whose window has no end.
     """
 
     name = "spyre"
@@ -59,7 +59,7 @@ class Spyre(Backend):
 
 
 def _allocate(call: ModelCall, layers: list[SlidingLayer]) -> None:
-    """Buffers for layers that have seen nothing yet: here, for a layer may be a compiled graph."""
+    """Buffers for layers that have seen nothing yet."""
     shapes = [
         (layer, *kv_shape(call.config, index)) for index, layer in enumerate(call.cache.layers) if layer in layers
     ]
@@ -77,14 +77,15 @@ def _begin_row(call: ModelCall, kind: str, layers: list[SlidingLayer]) -> Step:
 
 
 def _global_layers(call: ModelCall) -> list[SlidingLayer]:
-    """The global layers of a cache of fixed size, ours from its first call on; none where they are to be stock's."""
+    """The global layers of a cache, ours from its first call on; none where they are to be stock's."""
     cache = call.cache
-    if not call.whole or call.writable is None or not cache.fixed:
+    if not call.whole or call.writable is None:
         return []
     indices = [layer.index for layer in cache.plan.layers if layer.kind == "global" and not layer.shared]
     for index in indices:
-        if type(layer := cache.layers[index]) is StaticLayer and not layer.is_initialized:
-            cache.layers[index] = GlobalLayer(layer.max_cache_len)
+        layer = cache.layers[index]
+        if type(layer) in (DynamicLayer, StaticLayer) and not layer.is_initialized:
+            cache.layers[index] = GlobalLayer(getattr(layer, "max_cache_len", None))
     layers = [cache.layers[index] for index in indices]
     alike = all(type(layer) is GlobalLayer and layer.seen == call.queries.start for layer in layers)
     return layers if alike else []
@@ -105,6 +106,7 @@ class SpyreDecode(FixedRowStep):
         whole = allowed.expand(layer.key_rows.shape[0], 1, 1, layer.rows)
         return spyre.additive(whole, layer.key_rows.dtype, layer.key_rows.device)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph of its own, of all layers alike
     def run(self, call: LayerCall) -> Tensor:
         layer = call.layer
         held = _held(call)
@@ -143,7 +145,7 @@ class SpyrePrefill(Step):
     def __init__(self, call: ModelCall, kind: str, layers: list[SlidingLayer], whole: bool) -> None:
         layer, tokens, seen = layers[0], call.queries.size, call.queries.start
         super().__init__(call.family, _rule(call, kind, layer), call.queries)
-        rows = spyre.rows_for(tokens)
+        rows = doubled(tokens)
         self.front = rows - tokens
         self.lead = self.front if whole else 0
         self.origin, size = layer.room(tokens)
@@ -181,6 +183,7 @@ class SpyrePrefill(Step):
                 source[part.start : part.stop], taken = taken[: part.size], taken[part.size :]
         return source
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph of its own, of all layers alike
     def run(self, call: LayerCall) -> Tensor:
         held = _held(call)
         buffers = None
@@ -216,7 +219,7 @@ class SpyrePrefill(Step):
         part = object.__new__(type(self))
         vars(part).update(vars(self))
         part.queries = Span(self.queries.start + start, self.queries.stop)
-        rows = 1 if part.queries.size == 1 else spyre.rows_for(part.queries.size)
+        rows = 1 if part.queries.size == 1 else doubled(part.queries.size)
         part._allowed = self._allowed[:, :, -rows:]
         part.mask = spyre.additive(part._allowed, self.dtype, self.where)
         part.causal = False  # fewer queries than keys
@@ -228,8 +231,8 @@ class SpyrePrefill(Step):
 
 
 def _from_start(states: Tensor) -> Tensor:
-    """Starting where the storage does: a graph of its own would lose the offset of a view."""
-    if torch.compiler.is_compiling() or not states.storage_offset():
+    """Starting where the storage does: a graph would lose the offset of a view."""
+    if not states.storage_offset():
         return states
     return torch.empty(states.shape, dtype=states.dtype, device=states.device).copy_(states)
 
