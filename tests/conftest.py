@@ -65,7 +65,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[swapatch.CompactCache]:
 CORE = ("gemma3_text", "gemma3_vision", "gemma4_ple_shared")
 KINDS = (*CORE, "gemma4_text", "gemma4_unified")
 DENSE = ("gemma3_text", "gemma4_text")
-PROMISE = ("test_every_position_and_step", "test_generate_gives_the_same_tokens", "test_gradients_of_every_parameter")
+PROMISE = (
+    "test_every_position_and_step",
+    "test_generate_gives_the_same_tokens",
+    "test_gradients_of_every_parameter",
+    "test_every_family_on_spyre",
+)
 BY_KIND = ("test_parity.py", "test_windows.py", "test_images.py", "test_sharing.py", "test_unnoticed.py")
 
 
