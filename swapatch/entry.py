@@ -416,7 +416,7 @@ def _take_back(call: dict[str, Any]) -> None:
 
 
 def _lengthened(call: dict[str, Any], lead: int) -> dict[str, Any]:
-    """A call of the text model with rows in front of its tokens, added on the CPU.
+    """A call of the text model with ``lead`` rows in front of its tokens, added on the CPU.
 
     There it is no work for a compiler, which a card would have for each number of tokens.
     """
@@ -426,8 +426,9 @@ def _lengthened(call: dict[str, Any], lead: int) -> dict[str, Any]:
         longer["position_ids"] = torch.arange(*_sliding_mask(call).queries)[None]
     for name in (*_TOKENS, "per_layer_inputs", "position_ids"):
         if (rows := longer.get(name)) is not None:
-            front = (0, 0) * (rows.ndim - 2) + (lead, 0)
-            longer[name] = torch.nn.functional.pad(rows.cpu(), front).to(device)
+            host = rows.cpu()
+            # The first token again: whatever a model does with tokens, it can do with these.
+            longer[name] = torch.cat([host[:, :1].expand(-1, lead, *host.shape[2:]), host], dim=1).to(device)
     if isinstance(kept := longer.get("logits_to_keep"), Tensor):
         longer["logits_to_keep"] = torch.where(kept < 0, kept, kept + lead)
     return longer

@@ -12,7 +12,7 @@ from .._compat import kv_shape
 from ..attention import KERNELS
 from ..attention.windowed import rows_of
 from ..geometry import Span, doubled, past
-from ..layers import MEMORY, GlobalLayer, Memory, SlidingLayer, alike, make_room
+from ..layers import MEMORY, GlobalLayer, Memory, SlidingLayer, alike, make_room, zeros_like_rows
 from ..plan import GLOBAL, SLIDING
 from ..rules import Rule, rule_of
 from ..step import FixedRowStep, LayerCall, Step
@@ -130,7 +130,7 @@ class SpyreDecode(FixedRowStep):
 class SpyrePrefill(Step):
     """Many tokens: the first call is square, a later one has the rows of the buffers before its own.
 
-    The text model computes them with rows of zeros in front, so that few numbers of rows occur; the tokens are the last
+    The text model computes them with some rows in front, so that few numbers of rows occur; the tokens are the last
     ones. What the buffers hold afterwards is picked from the rows that were attended. All that is a number here is used
     before the layers run, which see tensors.
 
@@ -189,9 +189,8 @@ class SpyrePrefill(Step):
         buffers = None
         if held is not None:
             if held.key_rows.device != call.hidden.device:  # a model on several devices
-                held.key_rows, held.value_rows = (
-                    rows.to(call.hidden.device) for rows in (held.key_rows, held.value_rows)
-                )
+                like = torch.empty(held.key_rows[:, :, :1].shape, dtype=self.dtype, device=call.hidden.device)
+                held.key_rows, held.value_rows = zeros_like_rows(like, self.size), zeros_like_rows(like, self.size)
             buffers = held.key_rows, held.value_rows
         before = call.borrowed if held is None else None if self.is_first else buffers
         hidden, cos, sin = map(_from_start, (call.hidden, *call.position))
