@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
 from ._compat import CROPS_TO_LENGTH
 from ._errors import CacheStateError, explain
@@ -68,13 +68,18 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     is_croppable = True
     key_rows: Any = None  # Tensor, or None before the first token
     value_rows: Any = None
+    title: ClassVar[str]
+
+    def __new__(cls, window: int = 0, max_cache_len: int | None = None) -> SlidingLayer:
+        """One of the two kinds of a layout: which is transformers' own dynamic or static layer to whoever asks."""
+        return object.__new__(_KINDS.get((cls, max_cache_len is not None), cls))
 
     def __init__(self, window: int, max_cache_len: int | None = None) -> None:
         self._lent: list[Tensor | None] | None = None
         self.step: Any = None  # the last step that wrote in place, until the next one
         self._seen = self._recorded = self._origin = 0
         self.record_past = False
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self._lent = None  # the None that it has put there counts for nothing
         self.sliding_window = window
         self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
@@ -85,7 +90,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             self.least = self.max_cache_len = min(window, max_cache_len)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(window={self.sliding_window}, rows={self.rows}, seen={self.seen})"
+        return f"{self.title}(window={self.sliding_window}, rows={self.rows}, seen={self.seen})"
 
     def __copy__(self) -> SlidingLayer:
         """A layer with rows of its own, for they are written in place: stock's layers can share theirs."""
@@ -172,7 +177,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers for keys and values like these, ``[batch, kv_heads, any, head_dim]``."""
-        self.device = key_states.device
+        self.dtype, self.device = key_states.dtype, key_states.device
         rows = self.base_rows(self.sliding_window)
         self.key_rows, self.value_rows = zeros_like_rows(key_states, rows), zeros_like_rows(value_states, rows)
         if self.least:
@@ -487,6 +492,8 @@ class AnchoredLayer(SlidingLayer):
     When the rows are full the buffer rolls: a fresh one takes over what is still visible, 64 rows lower.
     """
 
+    title = "AnchoredLayer"
+
     @staticmethod
     def base_rows(window: int) -> int:
         return anchored_rows(window)
@@ -504,6 +511,8 @@ class AnchoredLayer(SlidingLayer):
 
 class RingLayer(SlidingLayer):
     """Rows in a ring: position ``p`` is in row ``p % rows``, where ``p - rows`` was before. Nothing is ever moved."""
+
+    title = "RingLayer"
 
     @staticmethod
     def base_rows(window: int) -> int:
@@ -532,6 +541,7 @@ class GlobalLayer(AnchoredLayer):
         max_cache_len: tokens of a cache of fixed size; None for one that grows.
     """
 
+    title = "GlobalLayer"
     is_sliding = False
 
     def __init__(self, max_cache_len: int | None) -> None:
@@ -570,11 +580,34 @@ class GlobalLayer(AnchoredLayer):
         return None
 
 
+class DynamicAnchoredLayer(AnchoredLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is untyped
+    """Of a cache that grows."""
+
+
+class StaticAnchoredLayer(AnchoredLayer, StaticSlidingWindowLayer):  # type: ignore[misc]  # transformers is untyped
+    """Of a cache of fixed size."""
+
+
+class DynamicRingLayer(RingLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is untyped
+    """Of a cache that grows."""
+
+
+class StaticRingLayer(RingLayer, StaticSlidingWindowLayer):  # type: ignore[misc]  # transformers is untyped
+    """Of a cache of fixed size."""
+
+
+_KINDS: dict[tuple[type, bool], type[SlidingLayer]] = {
+    (AnchoredLayer, False): DynamicAnchoredLayer,
+    (AnchoredLayer, True): StaticAnchoredLayer,
+    (RingLayer, False): DynamicRingLayer,
+    (RingLayer, True): StaticRingLayer,
+}
+
 LAYOUTS: dict[str, type[SlidingLayer]] = {"anchored": AnchoredLayer, "ring": RingLayer}
 """How the rows of a sliding buffer are laid out."""
 
 
-OURS = frozenset((*LAYOUTS.values(), GlobalLayer))
+OURS = frozenset((*_KINDS.values(), GlobalLayer))
 
 
 def make_room(layers: list[SlidingLayer], tokens: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, masking_utils
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -721,6 +721,23 @@ def forked(model: Model) -> Found:
     return found
 
 
+def trimmed_by_type(model: Model) -> Found:
+    """The last rows are kept, by code that goes by the classes of layers."""
+    key, ids = cache_key(model), named_ids(model, 1, PROMPT + NEW)
+    with torch.no_grad():
+        cache = model(ids[:, :PROMPT], use_cache=True)[key]
+        kinds = [
+            (isinstance(layer, DynamicLayer), isinstance(layer, DynamicSlidingWindowLayer)) for layer in cache.layers
+        ]
+        for layer in cache.layers:
+            if isinstance(layer, DynamicLayer):
+                layer.keys, layer.values = layer.keys[:, :, -4:], layer.values[:, :, -4:]
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = 4
+        steps = [model(ids[:, position, None], **{key: cache}).logits for position in range(PROMPT, PROMPT + NEW)]
+    return [kinds, *steps]
+
+
 def ablated_head(model: Model) -> Found:
     """A part of what enters the output projection is zeroed in place, with gradients on."""
 
@@ -833,6 +850,7 @@ USES: dict[str, Use] = {
     "int8_embedding": embedding(lambda inner: Quantized(inner, torch.int8), "eager"),
     "float8_embedding": embedding(lambda inner: Quantized(inner, torch.float8_e4m3fn), "eager"),
     "forked_layers": forked,
+    "trimmed_by_type": trimmed_by_type,
     "ablated_head": ablated_head,
     "trained_prefix": trained_prefix,
 }
