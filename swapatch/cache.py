@@ -73,6 +73,7 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._storing = tuple(layer.index for layer in self.plan.layers if not layer.shared)
         for index in self._owners:
             self.layers[index] = LAYOUTS[layout](self.plan.window, max_cache_len)
+        self.expected = 0  # tokens that are going to be put in, as far as whoever has made it knows
         # What the layers had seen when a forward began, until it ends: one that was interrupted leaves it behind.
         self.lengths_before: list[int] | None = None
 

@@ -135,7 +135,7 @@ class ModelForward:
             _take_back(call)
             raise
         _leave(call, output)
-        return _shortened(output, given[0].shape[1] + lead, lead) if lead else output
+        return _shortened(output, given[0].shape[0], given[0].shape[1] + lead, lead) if lead else output
 
     def _rewrite(self, call: dict[str, Any], given: Tensor) -> None:
         """Change the arguments of a call to what it needs."""
@@ -290,7 +290,7 @@ def begin_step(options: Options, config: Any, asked: Request) -> dict[str, Any] 
     if GLOBAL not in backend.kinds(call):
         # First: it reads how long the cache is, and a failure must leave the cache alone.
         full = global_mask(options.family, config, cache, seen, like, padding, types, positions, ahead)
-        masks[GLOBAL] = full if full is None else full.to(device)
+        masks[GLOBAL] = full if full is None or like.device == device else full.to(device)
     steps = backend.begin(call)
     if isinstance(steps, str):
         return Left(steps)
@@ -362,9 +362,7 @@ def open_cache(cache: CompactCache, config: Any, batch: int) -> Left | None:
                 "make one from it: swapatch.CompactCache(model)",
             )
         )
-    own = cache.own
-    for layer in own:
-        layer.settle()
+    own = [layer for layer in cache.own if layer.settle()]
     layers = cache.bounded
     if layers is None:
         return None
@@ -431,18 +429,22 @@ def _lengthened(call: dict[str, Any], lead: int) -> dict[str, Any]:
             longer[name] = torch.cat([host[:, :1].expand(-1, lead, *host.shape[2:]), host], dim=1).to(device)
     if isinstance(kept := longer.get("logits_to_keep"), Tensor):
         longer["logits_to_keep"] = torch.where(kept < 0, kept, kept + lead)
+    elif kept:
+        longer["logits_to_keep"] = min(kept, _sliding_mask(call).queries.size)
     return longer
 
 
-def _shortened(output: Any, rows: int, lead: int) -> Any:
+def _shortened(output: Any, batch: int, rows: int, lead: int) -> Any:
     """What the text model gives, of ``rows`` rows, without those that were put in front."""
     if isinstance(output, Tensor):
-        return output[:, lead:] if output.ndim > 1 and output.shape[1] == rows else output
+        if output.ndim == 2 and output.shape[0] == batch * rows:  # of a router: sequences in one
+            return output.view(batch, rows, -1)[:, lead:].flatten(0, 1)
+        return output[:, lead:] if output.ndim > 2 and output.shape[:2] == (batch, rows) else output
     if isinstance(output, tuple):
-        return tuple(_shortened(part, rows, lead) for part in output)
+        return tuple(_shortened(part, batch, rows, lead) for part in output)
     if isinstance(output, ModelOutput):
         for name in list(output):
-            output[name] = _shortened(output[name], rows, lead)
+            output[name] = _shortened(output[name], batch, rows, lead)
     return output
 
 

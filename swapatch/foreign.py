@@ -85,6 +85,8 @@ def hand_in(config: Any, family: Family, text: Any, forward: Any, whole: bool) -
         forward: what a patched attention layer runs.
         whole: whether global layers are patched as well.
     """
+    if whole and (is_replaced() or not is_known(family.modeling.apply_rotary_pos_emb)):
+        return "somebody's own function in the place of one that the backend computes by itself"
     return _in_functions(config, family) or next(_in_layers(config, text, forward, whole), None)
 
 
@@ -125,6 +127,8 @@ def _in_layers(config: Any, text: Any, forward: Any, whole: bool) -> Iterator[st
             yield f"{reason} in layer {index}"
         if kind != SLIDING and not whole:
             continue
+        if whole and (name := _below(attention)):
+            yield f"somebody's own {name} in layer {index}, or a hook on it"
         if not _runs(attention, forward):
             yield f"somebody's own forward of the attention in layer {index}"
         if attention.config is not config and attention.config._attn_implementation != implementation:
@@ -133,6 +137,18 @@ def _in_layers(config: Any, text: Any, forward: Any, whole: bool) -> Iterator[st
             yield "attention dropout"
         if not attention.is_causal:
             yield f"is_causal=False in layer {index}"
+
+
+def _below(attention: Any) -> str | None:
+    """What is somebody's among the modules of an attention layer whose work a compiled region does."""
+    for name, module in attention._modules.items():
+        if module is None:
+            continue
+        own = vars(module)
+        replaced = _has_own_forward(module) or ("norm" in name and not is_known(type(module).forward))
+        if replaced or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            return str(name)
+    return None
 
 
 def _on(module: Any, weights: bool, classes: set[type]) -> str | None:

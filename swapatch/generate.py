@@ -27,10 +27,6 @@ MAKE_MASKS = "create_masks_for_generate"
 """The attribute where ``generate`` looks for a model's own way to make masks ahead of a call with a static cache."""
 
 
-_FIXABLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
-"""The modes of ``generate`` that ask nothing of a cache which one of fixed size could not do."""
-
-
 @dataclass
 class CacheMaker:
     """Lets stock make its cache, and puts a compact one in the place of a plain dynamic or static one.
@@ -50,15 +46,15 @@ class CacheMaker:
         drafts = call["generation_mode"] == GenerationMode.ASSISTED_GENERATION
         kinds = (DynamicCache,) if drafts else (DynamicCache, StaticCache)
         if passed is None and type(made) in kinds and not made.offloading and not is_disabled():
-            longest = None
-            if type(made) is StaticCache:
-                longest = max(layer.get_max_length() for layer in made.layers)
-            elif self.options.whole and call["generation_mode"] in _FIXABLE:
-                longest = call["max_cache_length"]
-            model_kwargs[CACHE_NAME] = self._compact(instance.config, made, longest) or made
+            compact = self._compact(instance.config, made)
+            if compact is not None:
+                compact.expected = call["max_cache_length"]
+                model_kwargs[CACHE_NAME] = compact
         return result
 
-    def _compact(self, config: Any, made: Any, longest: int | None) -> CompactCache | None:
+    def _compact(self, config: Any, made: Any) -> CompactCache | None:
+        fixed = type(made) is StaticCache
+        longest = max(layer.get_max_length() for layer in made.layers) if fixed else None
         compact = make_cache(config, max_cache_len=longest, layout=self.options.layout)
         if compact is not None and any(getattr(layer, "record_past", False) for layer in made.layers):
             compact.activate_past_recording()

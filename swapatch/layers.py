@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
 from ._compat import CROPS_TO_LENGTH
 from ._errors import CacheStateError, explain
@@ -28,10 +28,12 @@ class Memory(NamedTuple):
         shift: ``(buffer, by) -> Tensor``: row ``r`` takes over row ``r + by``, in place; None where a fresh buffer
             will do. Where it is given a fresh buffer is made of zeros always, since filling a part of one is dear
             there.
+        laid_out: ``(rows) -> Tensor``: a buffer that holds these rows, laid out as ``zeros`` does it.
     """
 
     zeros: Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
     shift: Callable[[Tensor, int], Tensor] | None = None
+    laid_out: Callable[[Tensor], Tensor] = torch.clone
 
 
 def _plain_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -70,7 +72,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     value_rows: Any = None
     title: ClassVar[str]
 
-    def __new__(cls, window: int = 0, max_cache_len: int | None = None) -> SlidingLayer:
+    def __new__(cls, window: int | None = None, max_cache_len: int | None = None) -> SlidingLayer:
         """One of the two kinds of a layout: which is transformers' own dynamic or static layer to whoever asks."""
         return object.__new__(_KINDS.get((cls, max_cache_len is not None), cls))
 
@@ -82,7 +84,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         CacheLayerMixin.__init__(self)
         self._lent = None  # the None that it has put there counts for nothing
         self.sliding_window = window
-        self._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
+        self._sliding_window_tensor: Tensor | None = torch.tensor(window, dtype=torch.long)
         self.is_compileable = max_cache_len is not None
         # Rows that a reader finds at least, zeros behind those that were seen: none unless the cache is of fixed size.
         self.least = 0
@@ -98,7 +100,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         copy: SlidingLayer = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         if self.rows:
-            copy.key_rows, copy.value_rows = self.key_rows.clone(), self.value_rows.clone()
+            laid_out = memory_of(self.key_rows).laid_out
+            copy.key_rows, copy.value_rows = laid_out(self.key_rows), laid_out(self.value_rows)
         if self._lent is not None:
             copy._lent = [None if rows is None else rows.clone() for rows in self._lent]
         return copy
@@ -224,12 +227,15 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Moves what is held if its rows change."""
 
     def _move(self, origin: int, rows: int) -> None:
-        """Into fresh buffers, for one cannot shift into itself in one copy; nothing changes until they are complete."""
+        """Into fresh buffers, for one cannot shift into itself in one copy; nothing changes until they are complete.
+
+        On a card in place, which an interrupt may leave half done.
+        """
+        self.count()
         shift = memory_of(self.key_rows).shift
         if shift is not None and rows == self.rows:
             by = origin - self.origin
-            self.key_rows, self.value_rows = shift(self.key_rows, by), shift(self.value_rows, by)
-            self.origin = origin
+            self.key_rows, self.value_rows, self._origin = shift(self.key_rows, by), shift(self.value_rows, by), origin
             return
         kept = Span(max(origin, self.origin), max(origin, self.seen))
         free = [Span(origin, kept.start), Span(kept.stop, origin + rows)]
@@ -240,14 +246,16 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             for part in free if not is_zero else []:
                 _write(new, self.place(part, origin, rows), 0.0)
             moved.append(new)
-        (self.key_rows, self.value_rows), self.origin = moved, origin
+        (self.key_rows, self.value_rows), self._origin = moved, origin  # at once; what a step wrote is counted
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put something else in the place of both buffers."""
         if not self.settle():
             self.keys, self.values = change(self.keys), change(self.values)
         elif self.rows:
-            self.key_rows, self.value_rows = change(self.key_rows), change(self.value_rows)
+            changed = change(self.key_rows), change(self.value_rows)
+            memory = memory_of(changed[0])
+            self.key_rows, self.value_rows = changed if memory is PLAIN else map(memory.laid_out, changed)
 
     def read(self, positions: Span) -> tuple[Tensor, Tensor]:
         """Keys and values at these positions in time order, ``[batch, kv_heads, positions, head_dim]``.
@@ -377,13 +385,15 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
                     "call crop(-n) to take tokens back, update(...) to add some",
                 )
             )
-        window, seen, recording = self.sliding_window, self.seen, self.record_past
+        window, seen, recording, slides = self.sliding_window, self.seen, self.record_past, self.is_sliding
         self.__dict__.clear()
         layer: Any = self
-        layer.__class__ = DynamicSlidingWindowLayer  # the same object, for somebody may hold it
-        layer.__init__(window)
+        layer.__class__ = DynamicSlidingWindowLayer if slides else DynamicLayer  # the same object: somebody may hold it
+        layer.__init__(*([window] if slides else []))
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values, layer.cumulative_length, layer.record_past = keys, values, seen, recording
+        layer.keys, layer.values = keys, values
+        if slides:
+            layer.cumulative_length, layer.record_past = seen, recording
 
     # -- what transformers asks of a layer --
 
@@ -539,13 +549,16 @@ class GlobalLayer(AnchoredLayer):
 
     Args:
         max_cache_len: tokens of a cache of fixed size; None for one that grows.
+        expected: tokens that there will be, so that the buffer need not grow on the way.
     """
 
     title = "GlobalLayer"
     is_sliding = False
 
-    def __init__(self, max_cache_len: int | None) -> None:
+    def __init__(self, max_cache_len: int | None, expected: int = 0) -> None:
         super().__init__(2**31 - 1, max_cache_len)
+        self.expected = expected
+        self._sliding_window_tensor = None
 
     def get_max_length(self) -> int:
         """The tokens of a fixed cache; -1 without an end, as transformers' own layers say."""
@@ -564,7 +577,7 @@ class GlobalLayer(AnchoredLayer):
                     "make it with a larger max_cache_len",
                 )
             )
-        return 0, max(self.rows, doubled(max(self.seen + tokens, self.least)))
+        return 0, max(self.rows, doubled(max(self.seen + tokens, self.least, self.expected)))
 
     def _hold(self, origin: int, rows: int) -> None:
         held = self.key_rows, self.value_rows

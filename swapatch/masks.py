@@ -24,8 +24,10 @@ def image_rectangle(
     keys: Span,
     device: torch.device,
     kind: str = SLIDING,
-) -> Tensor:
+) -> Tensor | None:
     """Who sees whom on a layer with images, bool ``[batch, 1, queries, keys]``, as the family's model says.
+
+    None where it makes no mask, as on a global layer that knows nothing of images.
 
     Args:
         images: whose rule, as of :func:`rule_name`.
@@ -42,9 +44,7 @@ def image_rectangle(
     call = {"inputs_embeds": stub, "attention_mask": padding, CACHE_NAME: ranges}
     ahead = images.endswith(_AHEAD)
     model_type = images.removesuffix(_AHEAD)
-    mask = family_of(model_type).masks(_example(model_type, window), types, ahead=ahead, **call)[kind]
-    assert mask is not None, "transformers leaves out no mask with images"
-    return mask
+    return family_of(model_type).masks(_example(model_type, window), types, ahead=ahead, **call)[kind]
 
 
 _AHEAD = ", ahead"

@@ -184,7 +184,8 @@ class ImageRule(Rule):
     def allowed(self, queries: Span, keys: Span, device: torch.device) -> Tensor:
         if not self._touched(queries):
             return super().allowed(queries, keys, device)
-        return image_rectangle(self.images, self.window, self.padding, self.types, queries, keys, device, self.kind)
+        mask = image_rectangle(self.images, self.window, self.padding, self.types, queries, keys, device, self.kind)
+        return super().allowed(queries, keys, device) if mask is None else mask
 
     def shifts_alike(self, queries: Span, keys: Span) -> bool:
         return not self._touched(queries) and super().shifts_alike(queries, keys)

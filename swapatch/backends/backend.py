@@ -85,7 +85,7 @@ class Backend(ABC):
         name: what a user asks for it by.
         device: the type of device that it is the choice for; None for all others.
         host_masks: whether masks are made on the CPU, wherever the model is.
-        whole: whether it computes global layers as well, over a cache of fixed size; then ``generate`` gets one.
+        whole: whether it computes global layers as well.
     """
 
     name: ClassVar[str]

@@ -142,6 +142,17 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return found
 
 
+def laid_out(rows: Tensor) -> Tensor:
+    """A buffer that holds these rows, ``[batch, kv_heads, rows, head_dim]``, and lies as :func:`zeros` lays it."""
+    buffer = zeros(rows.shape, rows.dtype, rows.device)
+    found: Tensor = _run(_fill, buffer, rows, every_row(rows.shape[2], rows.device))
+    return found
+
+
+def _fill(buffer: Tensor, rows: Tensor, every: Tensor) -> Tensor:
+    return buffer.index_copy_(2, every, rows)
+
+
 def shift(buffer: Tensor, by: int) -> Tensor:
     """Row ``r`` takes over row ``r + by`` of a buffer, in place; the last ``by`` rows keep what they hold."""
     rows = buffer.shape[2]

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from .._compat import kv_shape
+from .._errors import CacheStateError, explain
 from ..attention import KERNELS
 from ..attention.windowed import rows_of
 from ..geometry import Span, doubled, past
@@ -19,7 +20,7 @@ from ..step import FixedRowStep, LayerCall, Step
 from . import spyre
 from .backend import Backend, ModelCall
 
-MEMORY[spyre.DEVICE] = Memory(spyre.zeros, spyre.shift)
+MEMORY[spyre.DEVICE] = Memory(spyre.zeros, spyre.shift, spyre.laid_out)
 
 
 class Spyre(Backend):
@@ -85,7 +86,7 @@ def _global_layers(call: ModelCall) -> list[SlidingLayer]:
     for index in indices:
         layer = cache.layers[index]
         if type(layer) in (DynamicLayer, StaticLayer) and not layer.is_initialized:
-            cache.layers[index] = GlobalLayer(getattr(layer, "max_cache_len", None))
+            cache.layers[index] = GlobalLayer(getattr(layer, "max_cache_len", None), cache.expected)
     layers = [cache.layers[index] for index in indices]
     alike = all(type(layer) is GlobalLayer and layer.seen == call.queries.start for layer in layers)
     return layers if alike else []
@@ -219,9 +220,10 @@ class SpyrePrefill(Step):
         vars(part).update(vars(self))
         part.queries = Span(self.queries.start + start, self.queries.stop)
         rows = 1 if part.queries.size == 1 else doubled(part.queries.size)
-        part._allowed = self._allowed[:, :, -rows:]
-        part.mask = spyre.additive(part._allowed, self.dtype, self.where)
-        part.causal = False  # fewer queries than keys
+        if rows < self._allowed.shape[2]:
+            part._allowed = self._allowed[:, :, -rows:]
+            part.mask = spyre.additive(part._allowed, self.dtype, self.where)
+            part.causal = False  # fewer queries than keys
         return part
 
     def time_order(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,4 +242,13 @@ def _held(call: LayerCall) -> Any:
     """The cache layer that this layer writes to; None where it attends what another one shares."""
     if call.shared is not None and call.layer.is_kv_shared_layer:
         return None
-    return call.cache.layers[call.layer.layer_idx]
+    held = call.cache.layers[call.layer.layer_idx]
+    if not held.settle():
+        raise CacheStateError(
+            explain(
+                f"another number of rows put into layer {call.layer.layer_idx} within a forward",
+                "rows that are set between two calls",
+                "set them before the forward",
+            )
+        )
+    return held
