@@ -641,11 +641,9 @@ def test_a_reader_within_a_forward(exact: None, layout: str) -> None:
     want = forced(model, ids, prompt=30).logits
     with swapatch.patch(model, layout=layout, backend="spyre"):
         cache = swapatch.CompactCache(model, layout=layout)
-        hook = (
-            text_model(model)
-            .layers[0]
-            .register_forward_pre_hook(lambda module, args: [(layer.keys, None)[1] for layer in cache.layers])
-        )
+        read: list[Any] = []
+        first = text_model(model).layers[0]
+        hook = first.register_forward_pre_hook(lambda module, args: read.extend(layer.keys for layer in cache.layers))
         got = forced(model, ids, prompt=30, cache=cache).logits
         hook.remove()
     assert_same_logits(got, want)
