@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Mutation testing of what a window is made of: geometry, masks, rules, storage and step. About an hour; not part of CI.
+# Mutation testing of what a window is made of: geometry, masks, rules, storage and step. It takes hours; not part of CI.
 #
 #     bash scripts/mutation.sh             # everything that changed since the last run
 #     bash scripts/mutation.sh --fresh     # everything

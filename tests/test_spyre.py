@@ -61,6 +61,16 @@ def card() -> None:
     device.load_or_skip()
 
 
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The regions run eagerly, in float32 and with small heads."""
+    monkeypatch.setattr(spyre, "_run", lambda region, *arguments: region(*arguments))
+    monkeypatch.setattr(spyre, "check_dtype", lambda dtype: None)
+    monkeypatch.setattr(spyre, "check_head_dim", lambda dim: None)
+    with operator.unchecked("dtype", "head_dim_64"):
+        yield
+
+
 # -- the operator on CPU tensors, under real Inductor --
 
 
@@ -133,16 +143,7 @@ def test_shared_layers_query_less() -> None:
 
 
 def test_vision_is_not_causal() -> None:
-    config = {"head_dim": 64, "query_pre_attn_scalar": 64}
-    base = zoo.BY_NAME["gemma3_vision"]
-
-    def make(window: int) -> Any:
-        made = base.make_config(window)
-        for key, value in config.items():
-            setattr(made.text_config, key, value)
-        return made
-
-    model = Species("vision", base.architecture, make, vision=True, bidirectional=True).build(64, dtype=torch.bfloat16)
+    base, model = zoo.BY_NAME["gemma3_vision"], vision_model()
     inputs = base.inputs(model, [70], images=[[(10, 20)]])
     with torch.no_grad():
         want = model(**inputs).logits
@@ -540,11 +541,8 @@ def test_rotation_is_exact() -> None:
 
 
 @pytest.mark.parametrize("fixed", (False, True), ids=("grows", "fixed"))
-def test_every_family_on_spyre(species: Species, layout: str, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_on_spyre(exact: None, species: Species, layout: str, fixed: bool) -> None:
     """In float32 and with small heads, which a card has not: then it can be told from a window one off."""
-    monkeypatch.setattr(spyre, "_run", lambda region, *arguments: region(*arguments))
-    monkeypatch.setattr(spyre, "check_dtype", lambda dtype: None)
-    monkeypatch.setattr(spyre, "check_head_dim", lambda dim: None)
     window = 16
     model = species.build(window)
     ids = named_ids(model, 2, 150)
@@ -555,7 +553,7 @@ def test_every_family_on_spyre(species: Species, layout: str, fixed: bool, monke
     spans: dict[str, Any] = {"prompt": 100, "chunks": [1, 20, 5]}
     assert_sensitive(species, window, prompt=100, steps=50)
     want = by_stock(model, ids, **spans, **given)
-    with swapatch.patch(model, layout=layout, backend="spyre") as handle, operator.unchecked("dtype", "head_dim_64"):
+    with swapatch.patch(model, layout=layout, backend="spyre") as handle:
         cache = swapatch.CompactCache(model, max_cache_len=160 if fixed else None, layout=layout)
         with operator.recorded() as calls:
             got = forced(model, ids, **spans, cache=cache, **given)
@@ -563,16 +561,6 @@ def test_every_family_on_spyre(species: Species, layout: str, fixed: bool, monke
     assert_same_logits(got.logits, want.logits, given["attention_mask"])
     assert not status.stock
     assert len(calls) == len(handle.plan.layers) * sum(status.windowed.values())
-
-
-@pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The regions run eagerly, in float32 and with small heads."""
-    monkeypatch.setattr(spyre, "_run", lambda region, *arguments: region(*arguments))
-    monkeypatch.setattr(spyre, "check_dtype", lambda dtype: None)
-    monkeypatch.setattr(spyre, "check_head_dim", lambda dim: None)
-    with operator.unchecked("dtype", "head_dim_64"):
-        yield
 
 
 def test_images_without_padding(exact: None, species: Species) -> None:
