@@ -689,3 +689,20 @@ def test_sequences_that_are_picked_keep_their_layout(card: None) -> None:
             model(ids[:, 30, None], **{cache_key(model): cache})
     assert not counts.relayouts
     assert not counts.layout_copies
+
+
+def test_rows_of_a_global_layer_that_are_replaced(exact: None) -> None:
+    """Another number of them: from then on the layer is transformers' own."""
+    model = zoo.BY_NAME["gemma3_text"].build(16)
+    ids = named_ids(model, 1, 110)
+
+    def evicted() -> Tensor:
+        with torch.no_grad():
+            cache = model(ids[:, :100], use_cache=True)[cache_key(model)]
+            layer = next(layer for layer in cache.layers if not layer.is_sliding)
+            layer.keys, layer.values = layer.keys[:, :, 5:], layer.values[:, :, 5:]
+            return model(ids[:, 100:101], **{cache_key(model): cache}).logits
+
+    want = evicted()
+    with swapatch.patch(model, backend="spyre"):
+        assert_same_logits(evicted(), want)
