@@ -342,7 +342,7 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
     inner = [module for _, module in (*parts.outer, parts.text)]
     for name, generator in parts.generators:
         prefix = f"{name}." if name else ""
-        wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(options))
+        wrapper = MethodWrapper(getattr(generator, PREPARE_CACHE), CacheMaker(handle.layout))
         log.set(f"{prefix}{PREPARE_CACHE}", generator, PREPARE_CACHE, wrapper)
         stock = getattr(generator, MAKE_MASKS, create_masks_for_generate)
         log.set(f"{prefix}{MAKE_MASKS}", generator, MAKE_MASKS, StepMaker(stock, options, (generator, *inner)))

@@ -34,7 +34,7 @@ class CacheMaker:
     A cache that the caller passed, a quantized or offloaded one, or none at all, stays what it is.
     """
 
-    options: Options
+    layout: str
 
     def __call__(self, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
         call = by_name(wrapped, args, kwargs)
@@ -55,7 +55,7 @@ class CacheMaker:
     def _compact(self, config: Any, made: Any) -> CompactCache | None:
         fixed = type(made) is StaticCache
         longest = max(layer.get_max_length() for layer in made.layers) if fixed else None
-        compact = make_cache(config, max_cache_len=longest, layout=self.options.layout)
+        compact = make_cache(config, max_cache_len=longest, layout=self.layout)
         if compact is not None and any(getattr(layer, "record_past", False) for layer in made.layers):
             compact.activate_past_recording()
         return compact

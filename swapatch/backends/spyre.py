@@ -156,7 +156,7 @@ def _fill(buffer: Tensor, rows: Tensor, every: Tensor) -> Tensor:
 def shift(buffer: Tensor, by: int) -> Tensor:
     """Row ``r`` takes over row ``r + by`` of a buffer, in place; the last ``by`` rows keep what they hold."""
     rows = buffer.shape[2]
-    found: Tensor = _run(_shift, buffer, _shifted(by, rows, buffer.device), _shifted(0, rows, buffer.device))
+    found: Tensor = _run(_shift, buffer, _shifted(by, rows, buffer.device), every_row(rows, buffer.device))
     return found
 
 

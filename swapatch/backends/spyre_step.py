@@ -124,8 +124,7 @@ class SpyreDecode(FixedRowStep):
         return out
 
     def time_order(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found = [torch.cat([rows_of(rows, part) for part in self.parts], dim=2) for rows in (keys, values)]
-        return found[0], found[1]
+        return _joined(keys, self.parts), _joined(values, self.parts)
 
 
 class SpyrePrefill(Step):
@@ -227,8 +226,11 @@ class SpyrePrefill(Step):
         return part
 
     def time_order(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found = [torch.cat([rows_of(rows, part) for part in self.parts], dim=2) for rows in (keys, values)]
-        return found[0], found[1]
+        return _joined(keys, self.parts), _joined(values, self.parts)
+
+
+def _joined(rows: Tensor, parts: list[Span]) -> Tensor:
+    return torch.cat([rows_of(rows, part) for part in parts], dim=2)
 
 
 def _from_start(states: Tensor) -> Tensor:
