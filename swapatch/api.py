@@ -15,7 +15,7 @@ from transformers.masking_utils import create_masks_for_generate
 from ._compat import CACHE_NAME, check_signatures, check_version
 from ._errors import AlreadyPatchedError, PatchConflictError, UnsupportedModelError, explain
 from ._undo import UndoLog
-from .backends import BACKENDS, NAMES, choose
+from .backends import ADAPTED, BACKENDS, NAMES, choose
 from .calls import CallCounts, Calls
 from .entry import ModelForward, Options
 from .families import Family, family_of, plan_model
@@ -29,9 +29,6 @@ from .switch import is_disabled
 logger = logging.getLogger("swapatch")
 
 _HANDLE = "_swapatch_handle"
-
-ADAPTED = "_spyre_"
-"""How the attributes begin that the public adapters for Spyre leave on a model (torch-spyre/hf-adapters, 2026)."""
 
 
 def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict: bool = False) -> PatchHandle:

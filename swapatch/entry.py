@@ -272,7 +272,6 @@ def begin_step(options: Options, config: Any, asked: Request) -> dict[str, Any] 
     call = ModelCall(
         family=options.family,
         config=config,
-        window=config.sliding_window,
         cache=cache,
         queries=queries,
         keys=keys,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .backend import Backend, ModelCall
+from .spyre import ADAPTED
 from .spyre_step import Spyre
 from .windows import Reference, Windowed
 
@@ -26,4 +27,4 @@ def choose(name: str, device: torch.device) -> Backend:
     return next(made_for, BACKENDS["windowed"])
 
 
-__all__ = ["BACKENDS", "NAMES", "Backend", "ModelCall", "choose"]
+__all__ = ["ADAPTED", "BACKENDS", "NAMES", "Backend", "ModelCall", "choose"]

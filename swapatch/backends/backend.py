@@ -25,7 +25,6 @@ class ModelCall:
     Attributes:
         family: of the model.
         config: of the text model.
-        window: keys that a query of a sliding layer sees.
         cache: of the call, or None.
         queries: positions of its tokens.
         keys: positions of the rows that a sliding layer of the cache will return.
@@ -42,7 +41,6 @@ class ModelCall:
 
     family: Family
     config: Any
-    window: int
     cache: Any
     queries: Span
     keys: Span
@@ -59,7 +57,7 @@ class ModelCall:
     @property
     def rule(self) -> Rule:
         """Who sees whom in this call, on a sliding layer."""
-        return rule_of(self.window, self.padding, self.segments, self.images, self.types)
+        return rule_of(self.config.sliding_window, self.padding, self.segments, self.images, self.types)
 
     @property
     def writable(self) -> list[SlidingLayer] | None:

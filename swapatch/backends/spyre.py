@@ -33,6 +33,9 @@ HIDDEN = -32752.0
 ARGUMENTS = ("query", "key", "value", "attention_mask", "window_size", "is_causal", "scale")
 """Arguments of the operator in the form that swapatch calls. An older form took ``cache_seqlen`` and more."""
 
+ADAPTED = "_spyre_"
+"""How the attributes begin that the public adapters for Spyre leave on a model (torch-spyre/hf-adapters, 2026)."""
+
 GRAPHS = 1024
 """Graphs of one region that may be compiled, unless more are configured: torch-spyre's own limit."""
 
