@@ -225,7 +225,7 @@ class PatchHandle:
 
 @dataclass
 class _Parts:
-    """The modules of a model that are touched, with their names; ``whole`` with the attention of global layers."""
+    """The modules of a model that are touched, with their names; ``whole`` where a backend computes global layers."""
 
     family: Family
     text: tuple[str, nn.Module]
@@ -284,7 +284,7 @@ def _locate(model: Any, plan: ModelPlan, backend: str) -> _Parts:
         )
     prefix = f"{texts[0]}.layers" if texts[0] else "layers"
     whole = choose(backend, next(model.parameters()).device).whole
-    names = [f"{prefix}.{i}.self_attn" for i in (range(len(plan.layers)) if whole else plan.sliding)]
+    names = [f"{prefix}.{i}.self_attn" for i in range(len(plan.layers))]
     if lacking := [name for name in names if name not in named]:
         raise UnsupportedModelError(
             explain(

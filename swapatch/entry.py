@@ -32,14 +32,15 @@ from transformers.utils import ModelOutput
 from ._compat import CACHE_NAME, CACHE_NAMES, cache_in
 from ._errors import CacheStateError, explain
 from .attention import is_traced
-from .backends import ModelCall, choose
+from .backends import Backend, ModelCall, choose
 from .cache import CompactCache, make_cache
 from .calls import Calls
 from .families import Family
-from .foreign import forward_slot, hand_in, is_known, sees_call
+from .foreign import forward_slot, hand_in, has_hand_in_global, is_known, sees_call
 from .geometry import Span
-from .masks import global_mask, rule_name
+from .masks import global_keys, global_mask, rule_name
 from .plan import GLOBAL, SLIDING, text_config
+from .rules import rule_of
 from .step import FixedRowStep, RowStep, Step, forward
 from .switch import is_disabled
 
@@ -277,10 +278,7 @@ def begin_step(options: Options, config: Any, asked: Request) -> dict[str, Any] 
         keys=keys,
         like=like,
         device=device,
-        padding=padding,
-        segments=segments,
-        types=types,
-        images=rule_name(options.family, ahead),
+        rule=rule_of(config.sliding_window, padding, segments, rule_name(options.family, ahead), types),
         causal=options.causal,
         fixed=fixed,
         whole=options.whole,
@@ -288,14 +286,36 @@ def begin_step(options: Options, config: Any, asked: Request) -> dict[str, Any] 
     masks: dict[str, Any] = {}
     if GLOBAL not in backend.kinds(call):
         # First: it reads how long the cache is, and a failure must leave the cache alone.
-        full = global_mask(options.family, config, cache, seen, like, padding, types, positions, ahead)
-        masks[GLOBAL] = full if full is None or like.device == device else full.to(device)
+        masks[GLOBAL] = _begin_global(options, call, backend, positions, ahead)
     steps = backend.begin(call)
     if isinstance(steps, str):
         return Left(steps)
     if not fixed:
         logger.debug("positions %d to %d: %s, %s", *queries, type(steps[SLIDING]).__name__, backend.name)
     return {**masks, **steps}
+
+
+def _begin_global(options: Options, call: ModelCall, backend: Backend, positions: Any, ahead: bool) -> Any:
+    """What goes to the global layers: None where transformers makes no mask; a step where that would be a large one."""
+    config, cache, queries = call.config, call.cache, call.queries
+    if GLOBAL not in config.layer_types:
+        return None
+    keys = global_keys(cache, queries.start, queries.size)
+    sdpa = config._attn_implementation == "sdpa"
+    if queries.size == 1 and getattr(cache, "is_compileable", False):
+        if sdpa and call.rule.types is None:  # the rows of all positions, so that decode steps have one shape
+            rows = Span(keys.start, queries.stop)
+            allowed = call.rule.rows_allowed(rows, [Span(0, rows.size)], keys.size, call.like.device)
+            return allowed.expand(call.like.shape[0], -1, -1, -1).to(call.device)
+    elif queries.size > 1 or not call.fixed:
+        unread = any(map(is_traced, call.rule.tensors))
+        if sdpa and not unread and call.rule.is_plain(queries, keys):
+            return None
+        if not has_hand_in_global(config, options.text, forward) and (step := backend.begin_global(call, keys)):
+            return step
+    padding, types = call.rule.padding, call.rule.types
+    full = global_mask(call.family, config, cache, queries.start, call.like, padding, types, positions, ahead)
+    return full if full is None or call.like.device == call.device else full.to(call.device)
 
 
 def _place_of(cache: Any, config: Any, tokens: int, traced: bool) -> tuple[int, Span] | Left:

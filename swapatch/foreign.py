@@ -21,7 +21,7 @@ from transformers import masking_utils
 
 from .attention.windowed import is_replaced
 from .families import Family
-from .plan import SLIDING
+from .plan import GLOBAL, SLIDING
 
 _PACKAGES = ("torch", "transformers", "accelerate", __package__)
 _KNOWN = tuple(os.path.dirname(str(find_spec(name).origin)) + os.sep for name in _PACKAGES)  # type: ignore[union-attr]
@@ -87,7 +87,16 @@ def hand_in(config: Any, family: Family, text: Any, forward: Any, whole: bool) -
     """
     if whole and (is_replaced() or not is_known(family.modeling.apply_rotary_pos_emb)):
         return "somebody's own function in the place of one that the backend computes by itself"
-    return _in_functions(config, family) or next(_in_layers(config, text, forward, whole), None)
+    shares = whole or bool(getattr(config, "num_kv_shared_layers", 0))
+    shown = (SLIDING, GLOBAL) if shares else (SLIDING,)  # global layers see what sliding ones share with each other
+    attended = (SLIDING, GLOBAL) if whole else (SLIDING,)
+    return _in_functions(config, family) or next(_in_layers(config, text, forward, shown, attended, whole), None)
+
+
+def has_hand_in_global(config: Any, text: Any, forward: Any) -> bool:
+    """Whether somebody else has a hand in the global layers, where nobody has one in the sliding ones."""
+    kinds = (GLOBAL,)
+    return is_replaced() or any(_in_layers(config, text, forward, kinds, kinds, False))
 
 
 def _in_functions(config: Any, family: Family) -> str | None:
@@ -106,15 +115,17 @@ def _in_functions(config: Any, family: Family) -> str | None:
     return None
 
 
-def _in_layers(config: Any, text: Any, forward: Any, whole: bool) -> Iterator[str]:
+def _in_layers(
+    config: Any, text: Any, forward: Any, shown: tuple[str, ...], attended: tuple[str, ...], below: bool
+) -> Iterator[str]:
+    """Who has a hand in the layers of the kinds that are ``shown`` something of ours, and in their attention."""
     implementation = config._attn_implementation
     weights = implementation == "eager"
     if any(not is_known(hook) for hook in _global_hooks(weights)):
         yield "a hook on all modules that sees masks or weights"
-    shares = whole or bool(getattr(config, "num_kv_shared_layers", 0))
     classes: set[type] = set()  # those found known so far: a model has two here, and many layers
     for index, (kind, layer) in enumerate(zip(config.layer_types, text.layers, strict=False)):
-        if kind != SLIDING and not shares:  # global layers are shown what sliding ones share with each other
+        if kind not in shown:
             continue
         attention = layer._modules.get("self_attn") or getattr(layer, "self_attn", None)
         if _has_own_forward(layer):
@@ -125,9 +136,9 @@ def _in_layers(config: Any, text: Any, forward: Any, whole: bool) -> Iterator[st
             continue
         if reason := _on(attention, weights, classes):
             yield f"{reason} in layer {index}"
-        if kind != SLIDING and not whole:
+        if kind not in attended:
             continue
-        if whole and (name := _below(attention)):
+        if below and (name := _below(attention)):
             yield f"somebody's own {name} in layer {index}, or a hook on it"
         if not _runs(attention, forward):
             yield f"somebody's own forward of the attention in layer {index}"

@@ -13,6 +13,10 @@ ALIGN = 64
 """Rows are allocated and rolled in blocks of 64, the alignment that the Spyre operator asks of its keys."""
 
 
+ENDLESS = 2**31 - 1
+"""The window of a global layer: no sequence is as long."""
+
+
 class Span(NamedTuple):
     """Half-open range of positions or rows, ``start <= x < stop``."""
 

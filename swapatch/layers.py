@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from ._compat import CROPS_TO_LENGTH
 from ._errors import CacheStateError, explain
-from .geometry import Span, anchored_rows, ceil64, doubled, past, ring_pieces, ring_rows, roll_origin
+from .geometry import ENDLESS, Span, anchored_rows, ceil64, doubled, past, ring_pieces, ring_rows, roll_origin
 
 
 class Memory(NamedTuple):
@@ -556,7 +556,7 @@ class GlobalLayer(AnchoredLayer):
     is_sliding = False
 
     def __init__(self, max_cache_len: int | None, expected: int = 0) -> None:
-        super().__init__(2**31 - 1, max_cache_len)
+        super().__init__(ENDLESS, max_cache_len)
         self.expected = expected
         self._sliding_window_tensor = None
 

@@ -93,17 +93,27 @@ def global_mask(
     if cache is None and types is None:
         return family.global_mask(config, position_ids=positions, **{CACHE_NAME: None}, **call)
     tokens = like.shape[1]
-    own = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "is_sliding", None) is False]
-    if own:
-        full = own[0]
-    else:  # no layers yet, or a cache that hides them: transformers asks for the first one then
-        size, first = (tokens, 0) if cache is None else cache.get_mask_sizes(tokens, 0)
-        full = _Range(seen, Span(first, first + size), is_sliding=False)
+    full = _global_layer(cache, seen, tokens)
     if types is None:
         return family.global_mask(config, **{CACHE_NAME: Cache(layers=[full])}, **call)
     last = seen + tokens - 1
     ranges = Cache(layers=[full, _Range(seen, Span(last, last + 1), is_sliding=True)])
     return family.masks(config, types, ahead=ahead, **call, **{CACHE_NAME: ranges})[GLOBAL]
+
+
+def global_keys(cache: Any, seen: int, tokens: int) -> Span:
+    """Positions of the rows that the global layers of a cache will return, for so many tokens behind ``seen``."""
+    rows, first = _global_layer(cache, seen, tokens).get_mask_sizes(tokens)
+    return Span(first, first + rows)
+
+
+def _global_layer(cache: Any, seen: int, tokens: int) -> Any:
+    for layer in getattr(cache, "layers", ()):
+        if getattr(layer, "is_sliding", None) is False:
+            return layer
+    # No layers yet, or a cache that hides them: transformers asks for the first one then.
+    size, first = (tokens, 0) if cache is None else cache.get_mask_sizes(tokens, 0)
+    return _Range(seen, Span(first, first + size), is_sliding=False)
 
 
 class _Range(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped

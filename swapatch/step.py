@@ -190,10 +190,10 @@ class WindowStep(AttendingStep):
         family, rule, queries: as for :class:`Step`.
         keys: positions of the rows that the cache will return.
         kernel: one of :data:`swapatch.attention.KERNELS`.
-        block: queries in one block.
+        block: queries in one block, or None.
     """
 
-    def __init__(self, family: Family, rule: Rule, queries: Span, keys: Span, kernel: str, block: int) -> None:
+    def __init__(self, family: Family, rule: Rule, queries: Span, keys: Span, kernel: str, block: int | None) -> None:
         super().__init__(family, rule, queries)
         self.keys = keys
         self.kernel = kernel

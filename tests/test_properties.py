@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from swapatch._errors import CacheStateError
-from swapatch.attention import windowed
+from swapatch.attention import window_attention
 from swapatch.geometry import Span, ceil64
 from swapatch.layers import LAYOUTS, SlidingLayer
 from swapatch.rules import Rule
@@ -64,12 +64,7 @@ class Layers(RuleBasedStateMachine):
         mask = (keys <= position) & (keys > position - self.window)
         expected = scaled_dot_product_attention(query, *want, attn_mask=mask, enable_gqa=True, scale=0.5)
         span = Span(new.stop - got[0].shape[2], new.stop)
-        found = torch.empty_like(expected)
-        for rows, seen, part, causal in Rule(self.window).rectangles(new, span, query, 50):
-            rows_, seen_ = slice(*rows), slice(*seen)
-            found[:, :, rows_] = windowed.attend(
-                query[:, :, rows_], got[0][:, :, seen_], got[1][:, :, seen_], part, causal, 0.5
-            )
+        found = window_attention(query, *got, Rule(self.window), new, span, 0.5, block=50).transpose(1, 2)
         assert found.isfinite().all()
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 

@@ -261,7 +261,7 @@ def test_no_call_is_larger_than_a_block_and_its_window(some: Species, how: str) 
     with swapatch.patch(model), counted(model) as ours:
         call()
     assert len(ours) >= len(stock) * length // BLOCK
-    assert max(queries * keys for queries, keys in ours) <= BLOCK * (window + BLOCK)
+    assert max(queries * keys for queries, keys in ours) <= BLOCK * (window + window // 8 + BLOCK)
 
 
 # -- the same gradients --

@@ -16,9 +16,6 @@ from ..geometry import Span
 from ..rules import Rule, rule_of
 from . import reference, windowed
 
-BLOCK = 128
-"""Queries in one block: each block reads ``window - 1`` old keys and its own."""
-
 KERNELS: dict[str, windowed.Attend] = {"windowed": windowed.attend, "reference": reference.attend}
 """Who computes a rectangle: torch's fused kernel, or the slow definition of attention."""
 
@@ -33,7 +30,7 @@ def window_attention(
     scale: float,
     *,
     kernel: str = "windowed",
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> Tensor:
     """Attention that scores each block of queries against the keys it can reach; differentiable.
 
@@ -44,7 +41,8 @@ def window_attention(
         queries, keys: their positions.
         scale: multiplies the scores.
         kernel: one of :data:`KERNELS`.
-        block: queries in one block.
+        block: queries in one block, each of which reads ``window - 1`` old keys and its own; None for what was
+            measured to be the fastest.
 
     Returns:
         ``[batch, queries, heads, head_dim]``; zeros for a query that sees nothing.
@@ -83,7 +81,7 @@ def _as_autocast(*tensors: Tensor) -> list[Tensor]:
 
 _SETTINGS = (
     "Tensor? padding, Tensor? segments, Tensor? types, str images, int window, "
-    "SymInt first_query, SymInt first_key, float scale, str kernel, int block"
+    "SymInt first_query, SymInt first_key, float scale, str kernel, int? block"
 )
 """Everything but query, key and value: the rule as tensors and numbers, the places, and how to compute."""
 

@@ -12,8 +12,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     Args:
         query: ``[batch, heads, queries, head_dim]``.
         key, value: ``[batch, kv_heads, keys, head_dim]``, ``heads`` a whole multiple of ``kv_heads``.
-        mask: additive, ``[batch or 1, 1, queries, keys]``, or None.
-        causal: query ``i`` sees keys up to ``i``; only without a mask.
+        mask: additive, ``[batch or 1, 1, queries, some]`` over the last keys, or None.
+        causal: the last query sees all keys, each one before it one key less; only without a mask.
         scale: multiplies the scores.
 
     Returns:
@@ -29,8 +29,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     values = value.to(wide).repeat_interleave(groups, dim=1)
     scores = query.to(wide) @ keys.transpose(2, 3) * scale
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones_like(scores, dtype=torch.bool).triu(1 + scores.shape[3] - scores.shape[2]), -torch.inf
+        )
     if mask is not None:
+        mask = torch.nn.functional.pad(mask, (key.shape[2] - mask.shape[-1], 0))
         blind = (mask == -torch.inf).all(-1, keepdim=True)  # sees nothing: no weights, and no gradient that is none
         weights = torch.softmax((scores + mask).masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
     else:

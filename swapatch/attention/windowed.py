@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 
 import torch
@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..geometry import Span
 from ..rules import Rectangle, Rule
+from .choice import EMULATED, Choice, choose, scores_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], Tensor]
 """``(query, key, value, mask, causal, scale) -> output``, all ``[batch, heads, rows, head_dim]``."""
@@ -29,14 +30,18 @@ def is_replaced() -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """One rectangle by one call of torch's fused kernel; as :func:`swapatch.attention.reference.attend`."""
+    """One rectangle, in the way that was measured to be the fastest; as :func:`swapatch.attention.reference.attend`."""
     batch, heads, queries, dim = query.shape
     groups = heads // key.shape[1]
     if is_replaced():  # the call that transformers would make, of which only the size is another
         layer = SimpleNamespace(num_key_value_groups=groups, is_causal=causal)
-        seen = None if mask is None else mask == 0
+        seen = None if mask is None else _over_all(mask, key.shape[2]) == 0
         out: Tensor = sdpa_attention_forward(layer, query, key, value, seen, scaling=scale, is_causal=causal)[0]
         return out.transpose(1, 2)
+    if queries >= _FEW and not causal and choose(query).products and not query.requires_grad:
+        return _by_products(query, key, value, mask, scale)
+    if mask is not None:
+        mask = _over_all(mask, key.shape[2])
     if queries == 1 and groups >= _fold_from(query):
         # The heads of a group become the rows of one query: the keys of the group are read once.
         folded = query.reshape(batch, key.shape[1], groups, dim)
@@ -45,6 +50,37 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
     )
+
+
+_FEW = 16
+"""Queries below which a matrix product is not worth the trouble."""
+
+
+def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Scores, softmax and weighted values one after the other, in half precision with scores in float32.
+
+    On a CPU torch's fused kernel multiplies small tiles, which is several times slower than one matrix product.
+    """
+    (batch, _, queries, dim), (_, kv_heads, keys, _) = query.shape, key.shape
+    # The heads of a group become further rows: [batch * kv_heads, group * queries, head_dim].
+    rows = query.reshape(batch * kv_heads, -1, dim)
+    scores = scores_of(rows, key.reshape(-1, keys, dim)).mul_(scale)
+    _hide(scores.view(batch, kv_heads, -1, queries, keys), mask)
+    weights = scores.softmax(-1).to(value.dtype)
+    if mask is not None:
+        weights.nan_to_num_(0.0)  # of a query that sees nothing
+    return torch.bmm(weights, value.reshape(-1, keys, dim)).view(query.shape)
+
+
+def _hide(scores: Tensor, mask: Tensor | None) -> None:
+    """Add a mask to the scores of the last keys, ``[batch, kv_heads, group, queries, keys]``: of all heads alike."""
+    if mask is not None:
+        scores[..., scores.shape[-1] - mask.shape[-1] :].add_(mask[:, :, None])
+
+
+def _over_all(mask: Tensor, keys: int) -> Tensor:
+    """A mask over the last keys as one over all of them."""
+    return functional.pad(mask, (keys - mask.shape[-1], 0)) if mask.shape[-1] < keys else mask
 
 
 def explicit(mask: Tensor | None, like: Tensor, keys: int, rule: Rule) -> Tensor | None:
@@ -63,27 +99,68 @@ def forward(
     queries: Span,
     keys: Span,
     scale: float,
-    block: int,
+    block: int | None,
 ) -> Tensor:
     """All queries, a rectangle at a time; arguments and result as of :func:`swapatch.attention.window_attention`."""
-    if rule.is_causal_square(queries, keys):
-        whole = Span(0, queries.size)
-        parts = [Rectangle(whole, whole, causal=queries.size > 1)]
-    else:
-        parts = rule.rectangles(queries, keys, query, block)
+    choice = choose(query)
+    size = block or choice.block
     batch, heads, tokens, dim = query.shape
-    if len(parts) == 1:
-        _, seen, mask, causal = parts[0]
-        mask = mask if causal else explicit(mask, query, seen.size, rule)
-        part = attend(query, rows_of(key, seen), rows_of(value, seen), mask, causal, scale)
-        return part.transpose(1, 2).contiguous()
-    out = query.new_empty((batch, tokens, heads, dim))
-    for rows, seen, mask, _ in parts:
-        some = rows_of(query, rows)
-        mask = explicit(mask, some, seen.size, rule)
-        part = attend(some, rows_of(key, seen), rows_of(value, seen), mask, False, scale)
-        out[:, rows.start : rows.stop] = part.transpose(1, 2)
+    # A query that no rectangle covers sees nothing.
+    out = (query.new_empty if rule.padding is None else query.new_zeros)((batch, tokens, heads, dim))
+    for part, times in _alike(_cut(rule.rectangles(queries, keys, query, size), choice, size, query), choice):
+        some = [part.of(tensor) for tensor in (query, key, value)]
+        _attend_some(attend, some[0], some[1], some[2], part, times, rule, scale, part.of(out))
     return out
+
+
+def _cut(parts: Iterable[Rectangle], choice: Choice, block: int, like: Tensor) -> Iterator[Rectangle]:
+    """The same rectangles; those that are causal as torch's kernel can do it, or in blocks with a mask."""
+    for part in parts:
+        fused = part.queries.size == part.keys.size and not choice.products
+        yield from [part] if fused else part.blocks(block, like)
+
+
+def _alike(parts: Iterable[Rectangle], choice: Choice) -> Iterator[tuple[Rectangle, int]]:
+    """The same, and how many of them look alike, each one block further down: those are one call."""
+    first, times = next(iter_ := iter(parts), None), 1
+    for part in iter_:
+        assert first is not None
+        if choice.together and part.is_further(first, times):
+            times += 1
+            continue
+        yield first, times
+        first, times = part, 1
+    if first is not None:
+        yield first, times
+
+
+def _attend_some(
+    attend: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    part: Rectangle,
+    times: int,
+    rule: Rule,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Write what the queries of some alike rectangles give into ``out``, ``[batch, queries, heads, head_dim]``."""
+    size = part.queries.size
+    rows = Span(part.queries.start, part.queries.start + times * size)
+    seen = Span(part.keys.start, part.keys.stop + (times - 1) * size)
+    some = rows_of(query, rows), rows_of(key, seen), rows_of(value, seen)
+    mask = explicit(part.mask, some[0], part.keys.size, rule) if not part.causal else None
+    if times == 1:
+        out[:, rows.start : rows.stop] = attend(*some, mask, part.causal, scale).transpose(1, 2)
+        return
+    for queries, keys, values, result in zip(*some, out[:, rows.start : rows.stop], strict=True):
+        # Windows that overlap are views of the same rows: [blocks, heads, rows, head_dim].
+        q, k, v = (
+            tensor.unfold(1, length, size).permute(1, 0, 3, 2)
+            for tensor, length in ((queries, size), (keys, part.keys.size), (values, part.keys.size))
+        )
+        result.unflatten(0, (times, size)).copy_(attend(q, k, v, mask, False, scale).transpose(1, 2))
 
 
 def backward(
@@ -95,32 +172,42 @@ def backward(
     queries: Span,
     keys: Span,
     scale: float,
-    block: int,
+    block: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value for that of the output, ``[batch, queries, heads, head_dim]``.
 
     The weights of a block are computed again rather than kept, so memory is linear in the tokens: with weights ``P``
     and their gradient ``dP``, those of the scores are ``P * (dP - sum(P * dP))``.
     """
-    (batch, heads, _, dim), kv_heads = query.shape, key.shape[1]
-    compute = _backward_dtype(query)
-    # From the gradient, which may be a batch of gradients that torch maps over behind our back.
-    by_query = grad.new_empty(query.shape)
-    by_key, by_value = (grad.new_zeros(rows.shape, dtype=compute) for rows in (key, value))
-    for rows, seen, mask, _ in rule.rectangles(queries, keys, query, block):
-        # [batch, heads, queries, head_dim] -> [batch, kv_heads, group * queries, head_dim]
-        folded = (batch, kv_heads, heads // kv_heads * rows.size, dim)
-        q = rows_of(query, rows).reshape(folded).to(compute)
-        out = grad[:, rows.start : rows.stop].transpose(1, 2).reshape(folded).to(compute)
-        k, v = rows_of(key, seen).to(compute), rows_of(value, seen).to(compute)
-        # [batch, kv_heads, group * queries, keys]
-        weights = _weights(q @ k.transpose(2, 3), scale, mask, rows.size)
-        slope = (out @ v.transpose(2, 3)).to(weights.dtype)
-        slope = slope.sub_((weights * slope).sum(-1, keepdim=True)).mul_(weights).mul_(scale).to(compute)
-        by_query[:, :, rows.start : rows.stop] = (slope @ k).view(batch, heads, rows.size, dim)
-        rows_of(by_key, seen).add_(slope.transpose(2, 3) @ q)
-        rows_of(by_value, seen).add_(weights.to(compute).transpose(2, 3) @ out)
-    return by_query, by_key.to(key.dtype), by_value.to(value.dtype)
+    compute, size = _backward_dtype(query), block or choose(query).block
+    # Made from the gradient, which may be a batch of gradients that torch maps over behind our back.
+    grads = (
+        grad.new_zeros(query.shape),
+        grad.new_zeros(key.shape, dtype=compute),
+        grad.new_zeros(value.shape, dtype=compute),
+    )
+    for whole in rule.rectangles(queries, keys, query, size):
+        for part in whole.blocks(size, query):
+            _backward_block(part, scale, compute, (query, key, value, grad, *grads))
+    return grads[0], grads[1].to(key.dtype), grads[2].to(value.dtype)
+
+
+def _backward_block(part: Rectangle, scale: float, compute: torch.dtype, tensors: tuple[Tensor, ...]) -> None:
+    """Put the gradients of one rectangle where they belong, those of keys and values onto what is there."""
+    query, key, value, grad, by_query, by_key, by_value = map(part.of, tensors)
+    (batch, heads, _, dim), kv_heads, rows, seen = query.shape, key.shape[1], part.queries, part.keys
+    # [batch, heads, queries, head_dim] -> [batch, kv_heads, group * queries, head_dim]
+    folded = (batch, kv_heads, heads // kv_heads * rows.size, dim)
+    q = rows_of(query, rows).reshape(folded).to(compute)
+    out = grad[:, rows.start : rows.stop].transpose(1, 2).reshape(folded).to(compute)
+    k, v = rows_of(key, seen).to(compute), rows_of(value, seen).to(compute)
+    # [batch, kv_heads, group * queries, keys]
+    weights = _weights(q @ k.transpose(2, 3), scale, part.mask, rows.size)
+    slope = (out @ v.transpose(2, 3)).to(weights.dtype)
+    slope = slope.sub_((weights * slope).sum(-1, keepdim=True)).mul_(weights).mul_(scale).to(compute)
+    by_query[:, :, rows.start : rows.stop] = (slope @ k).view(batch, heads, rows.size, dim)
+    rows_of(by_key, seen).add_(slope.transpose(2, 3) @ q)
+    rows_of(by_value, seen).add_(weights.to(compute).transpose(2, 3) @ out)
 
 
 def _weights(scores: Tensor, scale: float, mask: Tensor | None, queries: int) -> Tensor:
@@ -129,14 +216,8 @@ def _weights(scores: Tensor, scale: float, mask: Tensor | None, queries: int) ->
     if mask is None:
         return scores.softmax(-1)
     batch, kv_heads, _, keys = scores.shape
-    # The mask is the same for all heads of a group: [batch or 1, 1, 1, queries, keys].
-    scores.view(batch, kv_heads, -1, queries, keys).add_(mask[:, :, None])
+    _hide(scores.view(batch, kv_heads, -1, queries, keys), mask)
     return scores.softmax(-1).nan_to_num_(0.0)
-
-
-_ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-_EMULATED = frozenset(dtype for dtype, asked in _ASKED.items() if not getattr(torch.ops.mkldnn, asked, bool)())
-"""The dtypes that the CPU has no instructions for. Found out once: a compiler could not ask."""
 
 
 def _backward_dtype(query: Tensor) -> torch.dtype:
@@ -144,7 +225,7 @@ def _backward_dtype(query: Tensor) -> torch.dtype:
 
     On a CPU without instructions for it, a backward pass in bfloat16 took 10 to 40 times as long as one in float32.
     """
-    return torch.float32 if query.device.type == "cpu" and query.dtype in _EMULATED else query.dtype
+    return torch.float32 if query.device.type == "cpu" and query.dtype in EMULATED else query.dtype
 
 
 def _fold_from(query: Tensor) -> int:
@@ -154,7 +235,7 @@ def _fold_from(query: Tensor) -> int:
     heads a call each in little more than half the time of both folded, and four in about the same. Where bfloat16 is
     emulated, two heads folded are 6 times faster than apart.
     """
-    native = query.dtype == torch.bfloat16 and query.device.type == "cpu" and query.dtype not in _EMULATED
+    native = query.dtype == torch.bfloat16 and query.device.type == "cpu" and query.dtype not in EMULATED
     return 3 if native else 2
 
 

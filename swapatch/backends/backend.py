@@ -14,7 +14,7 @@ from ..families import Family
 from ..geometry import Span
 from ..layers import SlidingLayer
 from ..plan import SLIDING
-from ..rules import Rule, rule_of
+from ..rules import Rule
 from ..step import Step
 
 
@@ -30,10 +30,7 @@ class ModelCall:
         keys: positions of the rows that a sliding layer of the cache will return.
         like: stands for the embeddings, ``[batch, tokens, any]``: shape, dtype, and the device where masks are made.
         device: where the model is.
-        padding: its 2D attention mask, ``[batch, positions]``.
-        segments: which packed sequence a token belongs to, ``[batch, tokens]``.
-        types: token types, ``[batch, positions]``, where tokens of one image see each other both ways.
-        images: name of the rule for those.
+        rule: who sees whom on a sliding layer; its tensors are where masks are made.
         causal: whether no token ever sees a later one, in any call of this model.
         fixed: whether the call is compiled, so that a decode step must not hold numbers that change.
         whole: whether the attention of global layers is replaced as well.
@@ -46,18 +43,10 @@ class ModelCall:
     keys: Span
     like: Tensor
     device: torch.device
-    padding: Tensor | None
-    segments: Tensor | None
-    types: Tensor | None
-    images: str
+    rule: Rule
     causal: bool
     fixed: bool = False
     whole: bool = False
-
-    @property
-    def rule(self) -> Rule:
-        """Who sees whom in this call, on a sliding layer."""
-        return rule_of(self.config.sliding_window, self.padding, self.segments, self.images, self.types)
 
     @property
     def writable(self) -> list[SlidingLayer] | None:
@@ -73,7 +62,7 @@ class ModelCall:
     @property
     def is_row(self) -> bool:
         """Whether it is one more token of text."""
-        return self.queries.size == 1 and self.queries.start > 0 and self.types is None
+        return self.queries.size == 1 and self.queries.start > 0 and self.rule.types is None
 
 
 class Backend(ABC):
@@ -97,6 +86,10 @@ class Backend(ABC):
     def kinds(self, call: ModelCall) -> tuple[str, ...]:
         """The types of layer that it computes in a call."""
         return (SLIDING,)
+
+    def begin_global(self, call: ModelCall, keys: Span) -> Step | None:
+        """The step for global layers, whose cache will return rows of these positions, or None for stock's mask."""
+        return None
 
     @abstractmethod
     def begin(self, call: ModelCall) -> dict[str, Step] | str:

@@ -15,7 +15,7 @@ from ..attention.windowed import rows_of
 from ..geometry import Span, doubled, past
 from ..layers import MEMORY, GlobalLayer, Memory, SlidingLayer, alike, make_room, zeros_like_rows
 from ..plan import GLOBAL, SLIDING
-from ..rules import Rule, rule_of
+from ..rules import Rule
 from ..step import FixedRowStep, LayerCall, Step
 from . import spyre
 from .backend import Backend, ModelCall
@@ -94,9 +94,7 @@ def _global_layers(call: ModelCall) -> list[SlidingLayer]:
 
 def _rule(call: ModelCall, kind: str, layer: SlidingLayer) -> Rule:
     """Who sees whom on this kind of layer."""
-    if kind == SLIDING:
-        return call.rule
-    return rule_of(layer.sliding_window, call.padding, None, call.images, call.types, kind)
+    return call.rule if kind == SLIDING else call.rule.endless()
 
 
 class SpyreDecode(FixedRowStep):
