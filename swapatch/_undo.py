@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 from ._errors import PatchConflictError, explain
+from .compiled import COMPILED
 
 logger = logging.getLogger("swapatch")
 
@@ -43,15 +44,20 @@ class _Slot:
             delattr(self.owner, place)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        bound = type(self.ours) is MethodType and self.now() is self.ours  # isinstance is true of wrapt's wrappers too
+        bound = type(self.ours) is MethodType  # isinstance is true of wrapt's wrappers too
         ours = self.ours.__func__ if bound else self.ours
-        return _load_slot, (self.label, self.owner, self.place, self.before, ours, bound)
+        lost = self.now() is self.ours and (bound or self.name == COMPILED)
+        return _load_slot, (self.label, self.owner, self.place, self.before, ours, bound, lost)
 
 
-def _load_slot(label: str, owner: Any, name: str, before: Any, ours: Any, bound: bool) -> _Slot:
-    """A slot of a loaded model. A bound method is its name alone in a pickle, so ours came back as the class has it."""
-    if bound:
-        ours = MethodType(ours, owner)
+def _load_slot(label: str, owner: Any, name: str, before: Any, ours: Any, bound: bool, lost: bool) -> _Slot:
+    """A slot of a loaded model.
+
+    A bound method is its name alone in a pickle, so ours came back as the class has it; what is compiled a module
+    leaves out of its copies.
+    """
+    ours = MethodType(ours, owner) if bound else ours
+    if lost:
         setattr(owner, name, ours)
     return _Slot(label, owner, name, before, ours)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType, TracebackType
@@ -17,6 +18,7 @@ from ._errors import AlreadyPatchedError, PatchConflictError, UnsupportedModelEr
 from ._undo import UndoLog
 from .backends import ADAPTED, BACKENDS, NAMES, choose
 from .calls import CallCounts, Calls
+from .compiled import COMPILED, CompiledLayer
 from .entry import ModelForward, Options
 from .families import Family, family_of, plan_model
 from .foreign import forward_slot, is_known
@@ -31,7 +33,14 @@ logger = logging.getLogger("swapatch")
 _HANDLE = "_swapatch_handle"
 
 
-def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict: bool = False) -> PatchHandle:
+def patch(
+    model: Any,
+    *,
+    layout: str = "anchored",
+    backend: str = "auto",
+    compile_layers: bool | Mapping[str, Any] = False,
+    strict: bool = False,
+) -> PatchHandle:
     """Patch a loaded Gemma model in place, so that its sliding layers keep and attend only their window.
 
     All checks come before the first change, and a failure on the way takes back what was done. Patching again with the
@@ -42,6 +51,9 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
         layout: how the sliding buffers are laid out: ``"anchored"`` (time order, rolled every 64 tokens) or ``"ring"``.
         backend: who computes the attention. ``"auto"`` is ``"spyre"``, torch-spyre's operator, on a Spyre device and
             ``"windowed"``, our own code, elsewhere; ``"reference"`` is slow, for debugging.
+        compile_layers: compile the decoder layers by ``torch.compile``, each by itself. They leave their graphs to
+            attend, so all layers and all lengths share a few. Or the options of ``torch.compile``, as
+            ``{"mode": "max-autotune"}``.
         strict: treat a version of transformers that was not tested as an error, not as a warning.
 
     Returns:
@@ -66,10 +78,12 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
         raise ValueError(explain(f"backend={backend!r}", ", ".join(map(repr, NAMES)), "pass one of these"))
     if is_disabled():
         logger.info("switched off: %s stays as it is", type(model).__name__)
-        return PatchHandle(model, None, layout, backend, UndoLog())
+        return PatchHandle(model, None, layout, backend, compile_layers, UndoLog())
     if (existing := _find_handle(model)) is not None:
-        wanted = f"one patch at a time, wanted layout={layout!r}, backend={backend!r} on {type(model).__name__}"
-        if (existing.layout, existing.backend) == (layout, backend) and _covers(existing, model):
+        options = f"layout={layout!r}, backend={backend!r}, compile_layers={compile_layers!r}"
+        wanted = f"one patch at a time, wanted {options} on {type(model).__name__}"
+        same = (existing.layout, existing.backend, existing.compile_layers) == (layout, backend, compile_layers)
+        if same and _covers(existing, model):
             return existing
         raise AlreadyPatchedError(
             explain(repr(existing), wanted, "call handle.undo() or swapatch.unpatch(model) first")
@@ -79,7 +93,7 @@ def patch(model: Any, *, layout: str = "anchored", backend: str = "auto", strict
     if backend in BACKENDS:
         BACKENDS[backend].check()
     parts = _locate(model, plan, backend)
-    handle = PatchHandle(model, plan, layout, backend, UndoLog())
+    handle = PatchHandle(model, plan, layout, backend, compile_layers, UndoLog())
     try:
         _apply(handle, plan, parts)
     except BaseException:
@@ -173,7 +187,7 @@ class PatchHandle:
     Attributes:
         model: the patched model.
         plan: what was found in its config; None when swapatch was switched off.
-        layout, backend: the options of the patch.
+        layout, backend, compile_layers: the options of the patch.
 
     >>> handle = patch(model)
     >>> handle.active, handle.plan.window
@@ -183,11 +197,14 @@ class PatchHandle:
     <swapatch: Gemma3ForCausalLM, 5 of 6 layers, window 64, anchored 128 rows, windowed/cpu, inactive>
     """
 
-    def __init__(self, model: Any, plan: ModelPlan | None, layout: str, backend: str, log: UndoLog) -> None:
+    def __init__(
+        self, model: Any, plan: ModelPlan | None, layout: str, backend: str, compile_layers: Any, log: UndoLog
+    ) -> None:
         self.model = model
         self.plan = plan
         self.layout = layout
         self.backend = backend
+        self.compile_layers = compile_layers
         self._log = log
         self._calls = Calls()
 
@@ -220,7 +237,8 @@ class PatchHandle:
             return f"<swapatch: {name}, switched off, {state}>"
         layers = f"{len(self.plan.sliding)} of {len(self.plan.layers)} layers"
         rows = f"window {self.plan.window}, {self.layout} {LAYOUTS[self.layout].base_rows(self.plan.window)} rows"
-        return f"<swapatch: {name}, {layers}, {rows}, {_in_force(self.backend, self.model)}, {state}>"
+        compiled = ", compiled layers" if self.compile_layers else ""
+        return f"<swapatch: {name}, {layers}, {rows}, {_in_force(self.backend, self.model)}{compiled}, {state}>"
 
 
 @dataclass
@@ -333,6 +351,16 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
         log.set(f"{name}.{slot}", attention, slot, MethodType(forward, attention))
         shown = partial(_describe, attention, plan.window, handle.layout, handle.backend)
         log.set(f"{name}.extra_repr", attention, "extra_repr", shown)  # for print(model)
+    if compiled := handle.compile_layers:
+        name = f"{parts.text[0]}.layers" if parts.text[0] else "layers"
+        layers: Any = parts.text[1].layers
+        for index, layer in enumerate(layers):
+            log.set(
+                f"{name}.{index}.{COMPILED}",
+                layer,
+                COMPILED,
+                CompiledLayer(layer, {} if compiled is True else compiled),
+            )
     options = Options(
         parts.family, handle.layout, handle.backend, text, not plan.bidirectional, parts.whole, handle._calls
     )

@@ -35,6 +35,7 @@ from .attention import is_traced
 from .backends import Backend, ModelCall, choose
 from .cache import CompactCache, make_cache
 from .calls import Calls
+from .compiled import is_compiled_alone
 from .families import Family
 from .foreign import forward_slot, hand_in, has_hand_in_global, is_known, sees_call
 from .geometry import Span
@@ -309,7 +310,8 @@ def _begin_global(options: Options, call: ModelCall, backend: Backend, positions
             return allowed.expand(call.like.shape[0], -1, -1, -1).to(call.device)
     elif queries.size > 1 or not call.fixed:
         unread = any(map(is_traced, call.rule.tensors))
-        if sdpa and not unread and call.rule.is_plain(queries, keys):
+        alone = not call.fixed and is_compiled_alone(options.text.layers[0])
+        if sdpa and not (alone or unread) and call.rule.is_plain(queries, keys):
             return None
         if not has_hand_in_global(config, options.text, forward) and (step := backend.begin_global(call, keys)):
             return step

@@ -191,19 +191,38 @@ class WindowStep(AttendingStep):
         keys: positions of the rows that the cache will return.
         kernel: one of :data:`swapatch.attention.KERNELS`.
         block: queries in one block, or None.
+        traced: whether it began in the graph that the layers are part of. Else layers that are compiled by themselves
+            leave their graphs to attend, so that all of them share these: a cache is asked by the layer's number.
     """
 
-    def __init__(self, family: Family, rule: Rule, queries: Span, keys: Span, kernel: str, block: int | None) -> None:
+    def __init__(
+        self,
+        family: Family,
+        rule: Rule,
+        queries: Span,
+        keys: Span,
+        kernel: str,
+        block: int | None,
+        traced: bool = False,
+    ) -> None:
         super().__init__(family, rule, queries)
+        self.traced = traced
         self.keys = keys
         self.kernel = kernel
         self.block = block
 
     def part(self, start: int) -> WindowStep:
         queries = Span(self.queries.start + start, self.queries.stop)
-        return WindowStep(self.family, self.rule, queries, self.keys, self.kernel, self.block)
+        return WindowStep(self.family, self.rule, queries, self.keys, self.kernel, self.block, self.traced)
 
     def attend(
+        self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.compiler.is_compiling() and not self.traced:
+            return self._attend_outside(call, query, key, value)  # type: ignore[no-any-return]
+        return self._attend(call, query, key, value)
+
+    def _attend(
         self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if key is None or value is None:
@@ -224,6 +243,8 @@ class WindowStep(AttendingStep):
             block=self.block,
         )
         return out, key, value
+
+    _attend_outside = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
 
 class RowStep(AttendingStep):

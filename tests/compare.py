@@ -1,6 +1,6 @@
 """Comparison helpers: what "the same result as stock" and "exactly undone" mean, in one place.
 
-No helper but :func:`unwritten_rows` needs swapatch: each runs alike on a stock model and on a patched one.
+Hardly any helper needs swapatch: each runs alike on a stock model and on a patched one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from zoo import Model, Species, named_ids, text_config, token_type_key
 
+import swapatch
 from swapatch.geometry import Span
 
 TOL = 1e-4  # largest difference of float32 logits that still counts as the same
@@ -31,6 +32,13 @@ def cache_of(output: Any) -> Any:
     """The cache in the output of a forward or of `generate`."""
     keys = list(output.keys())
     return output["cache" if "cache" in keys else "past_key_values"]
+
+
+def stock_or_patched(model: Model, **options: Any) -> Iterator[bool]:
+    """The model twice, as it is and patched; says which."""
+    yield False
+    with swapatch.patch(model, **options):
+        yield True
 
 
 class Forced(NamedTuple):

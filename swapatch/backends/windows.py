@@ -25,12 +25,14 @@ class Windowed(Backend):
         self.block = block
 
     def begin_global(self, call: ModelCall, keys: Span) -> Step:
-        return WindowStep(call.family, call.rule.endless(), call.queries, keys, self.name, self.block)
+        return WindowStep(call.family, call.rule.endless(), call.queries, keys, self.name, self.block, call.fixed)
 
     def begin(self, call: ModelCall) -> dict[str, Step] | str:
         layers = call.writable
         if layers is None or not call.is_row:
-            return {SLIDING: WindowStep(call.family, call.rule, call.queries, call.keys, self.name, self.block)}
+            return {
+                SLIDING: WindowStep(call.family, call.rule, call.queries, call.keys, self.name, self.block, call.fixed)
+            }
         make_room(layers, 1)
         how = call.family, call.rule, call.queries, layers[0], KERNELS[self.name]
         if not (call.cache.fixed or call.fixed):
