@@ -21,7 +21,7 @@ from ._compat import reset_layer
 from ._errors import CacheStateError, UnsupportedModelError, explain
 from .families import plan_model
 from .foreign import is_known
-from .layers import LAYOUTS, OURS, SlidingLayer, check_layout, to_remove
+from .layers import LAYOUTS, OURS, SlidingLayer, Workspace, check_layout, to_remove
 from .plan import ModelPlan, text_config
 
 
@@ -71,8 +71,9 @@ class CompactCache(Cache):  # type: ignore[misc]  # transformers is untyped
         Cache.__init__(self, layers=stock.layers)  # not what transformers' own two kinds make of a config
         self._owners = self.plan.owners
         self._storing = tuple(layer.index for layer in self.plan.layers if not layer.shared)
+        workspace = Workspace()
         for index in self._owners:
-            self.layers[index] = LAYOUTS[layout](self.plan.window, max_cache_len)
+            self.layers[index] = LAYOUTS[layout](self.plan.window, max_cache_len, workspace)
         self.expected = 0  # tokens that are going to be put in, as far as whoever has made it knows
         # What the layers had seen when a forward began, until it ends: one that was interrupted leaves it behind.
         self.lengths_before: list[int] | None = None

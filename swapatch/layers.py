@@ -8,7 +8,7 @@ code that knows nothing of swapatch, an unpatched model included, can use it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,9 +25,8 @@ class Memory(NamedTuple):
 
     Attributes:
         zeros: ``(shape, dtype, device) -> Tensor``.
-        shift: ``(buffer, by) -> Tensor``: row ``r`` takes over row ``r + by``, in place; None where a fresh buffer
-            will do. Where it is given a fresh buffer is made of zeros always, since filling a part of one is dear
-            there.
+        shift: ``(buffer, by) -> Tensor``: row ``r`` takes over row ``r + by``, in place, and no row is filled with
+            zeros ever, since filling a part of a buffer is dear there; None where rows move by way of a scratch buffer.
         laid_out: ``(rows) -> Tensor``: a buffer that holds these rows, laid out as ``zeros`` does it.
     """
 
@@ -51,6 +50,59 @@ def memory_of(like: Tensor) -> Memory:
     return MEMORY.get(like.device.type, PLAIN)
 
 
+class Move(NamedTuple):
+    """Rows of a layer on their way to other places in the same buffers.
+
+    Attributes:
+        layer: whose rows they are.
+        origin: the first position that its buffers will hold.
+        kept: the positions that they hold already, and go on holding.
+        keys, values: a copy of the rows at these, ``[batch, kv_heads, kept, head_dim]``.
+    """
+
+    layer: SlidingLayer
+    origin: int
+    kept: Span
+    keys: Tensor
+    values: Tensor
+
+
+class Workspace:
+    """What all layers of a cache share: tensors that stay where they are from step to step, and a move under way.
+
+    Rows that move within their buffers are copied here first, by one layer at a time. An interrupt leaves a move half
+    done; it is finished before anybody asks for the origin of a layer, without which no row is found.
+    """
+
+    def __init__(self) -> None:
+        self.move: Move | None = None
+        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor to write into: the same one each time, until another shape or dtype is asked for."""
+        tensor = self._tensors.get((name, device))
+        if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+            with torch.inference_mode(False):  # else it could not be written outside of it
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+            self._tensors[name, device] = stays(tensor)
+        return tensor
+
+    def aside(self, name: str, rows: Tensor, most: int) -> Tensor:
+        """A copy of some rows, ``[batch, kv_heads, rows, head_dim]``, in a scratch buffer for so many at most."""
+        batch, heads, count, dim = rows.shape
+        if not count:
+            return rows
+        return self.tensor(name, (batch, heads, most, dim), rows.dtype, rows.device)[:, :, :count].copy_(rows)
+
+    def finish(self) -> None:
+        """Finish the move under way, if there is one; being interrupted again does no harm."""
+        if self.move is not None:
+            layer, origin, kept, keys, values = self.move
+            layer.lay(layer.key_rows, origin, kept, keys)
+            layer.lay(layer.value_rows, origin, kept, values)
+            layer._origin, self.move = origin, None
+
+
 class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
     """Keys and values of one sliding layer in a bounded buffer; subclasses say which row holds which position.
 
@@ -64,6 +116,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         window: number of keys a query sees, itself included.
         max_cache_len: tokens of a cache of fixed size, whose buffers are attended whole, so that all decode steps have
             one shape; None for one that grows.
+        workspace: of the cache; None for a layer by itself.
     """
 
     is_sliding = True
@@ -72,11 +125,12 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     value_rows: Any = None
     title: ClassVar[str]
 
-    def __new__(cls, window: int | None = None, max_cache_len: int | None = None) -> SlidingLayer:
+    def __new__(cls, window: int | None = None, max_cache_len: int | None = None, *args: Any) -> SlidingLayer:
         """One of the two kinds of a layout: which is transformers' own dynamic or static layer to whoever asks."""
         return object.__new__(_KINDS.get((cls, max_cache_len is not None), cls))
 
-    def __init__(self, window: int, max_cache_len: int | None = None) -> None:
+    def __init__(self, window: int, max_cache_len: int | None = None, workspace: Workspace | None = None) -> None:
+        self.workspace = workspace or Workspace()
         self._lent: list[Tensor | None] | None = None
         self.step: Any = None  # the last step that wrote in place, until the next one
         self._seen = self._recorded = self._origin = 0
@@ -96,12 +150,13 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def __copy__(self) -> SlidingLayer:
         """A layer with rows of its own, for they are written in place: stock's layers can share theirs."""
+        self.workspace.finish()
         self.count()
         copy: SlidingLayer = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__)
+        copy.__dict__.update(self.__dict__, workspace=Workspace())
         if self.rows:
             laid_out = memory_of(self.key_rows).laid_out
-            copy.key_rows, copy.value_rows = laid_out(self.key_rows), laid_out(self.value_rows)
+            copy._adopt(map(laid_out, (self.key_rows, self.value_rows)))
         if self._lent is not None:
             copy._lent = [None if rows is None else rows.clone() for rows in self._lent]
         return copy
@@ -144,6 +199,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     @property
     def origin(self) -> int:
         """The first position that is held; below 0 if the first rows stand for no token."""
+        if self.workspace.move is not None:
+            self.workspace.finish()
         return self._origin if self.step is None else int(self.step.origin)
 
     @origin.setter
@@ -182,10 +239,23 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Allocate the buffers for keys and values like these, ``[batch, kv_heads, any, head_dim]``."""
         self.dtype, self.device = key_states.dtype, key_states.device
         rows = self.base_rows(self.sliding_window)
-        self.key_rows, self.value_rows = zeros_like_rows(key_states, rows), zeros_like_rows(value_states, rows)
+        self._adopt(zeros_like_rows(states, rows) for states in (key_states, value_states))
         if self.least:
             self.batch_size = self.max_batch_size = key_states.shape[0]
         self.is_initialized = True
+
+    def _adopt(self, buffers: Iterable[Tensor], origin: int | None = None) -> None:
+        """Have these two from now on, and hold positions from ``origin`` on, or from where it was; all at once.
+
+        In a cache of fixed size they stay where they are.
+        """
+        keys, values = map(stays, buffers) if self.least else buffers
+        self.key_rows, self.value_rows, self._origin = keys, values, self._origin if origin is None else origin
+
+    @property
+    def _tied(self) -> bool:
+        """Whether the rows are part of an older graph, for somebody to go backward through."""
+        return bool(self.key_rows.requires_grad or self.value_rows.requires_grad)
 
     def make_room(self, tokens: int) -> None:
         """Make sure that ``tokens`` more rows can be written: forget what may go, grow only while recording."""
@@ -213,8 +283,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def widen(self, key: Tensor, value: Tensor) -> None:
         """Take over a wider dtype of new rows, as joining old and new ones would."""
         if key.dtype != self.key_rows.dtype or value.dtype != self.value_rows.dtype:
-            self.key_rows = self.key_rows.to(torch.promote_types(self.key_rows.dtype, key.dtype))
-            self.value_rows = self.value_rows.to(torch.promote_types(self.value_rows.dtype, value.dtype))
+            pairs = (self.key_rows, key), (self.value_rows, value)
+            self._adopt(rows.to(torch.promote_types(rows.dtype, new.dtype)) for rows, new in pairs)
 
     def hold(self, origin: int, rows: int) -> None:
         """Hold positions from ``origin`` on in ``rows`` rows, and count for good what is held."""
@@ -227,35 +297,46 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Moves what is held if its rows change."""
 
     def _move(self, origin: int, rows: int) -> None:
-        """Into fresh buffers, for one cannot shift into itself in one copy; nothing changes until they are complete.
+        """Within the buffers, if they keep their size, else into fresh ones; nothing changes until these are complete.
 
-        On a card in place, which an interrupt may leave half done.
+        On a card within them in one step, which an interrupt may leave half done.
         """
         self.count()
+        same = rows == self.rows
         shift = memory_of(self.key_rows).shift
-        if shift is not None and rows == self.rows:
+        if shift is not None and same:
             by = origin - self.origin
             self.key_rows, self.value_rows, self._origin = shift(self.key_rows, by), shift(self.value_rows, by), origin
             return
-        kept = Span(max(origin, self.origin), max(origin, self.seen))
-        free = [Span(origin, kept.start), Span(kept.stop, origin + rows)]
-        moved = []
-        for old, held in zip((self.key_rows, self.value_rows), self.read(kept), strict=True):
-            new, is_zero = _fresh(old, rows)
-            _write(new, self.place(kept, origin, rows), held)
-            for part in free if not is_zero else []:
-                _write(new, self.place(part, origin, rows), 0.0)
-            moved.append(new)
-        (self.key_rows, self.value_rows), self._origin = moved, origin  # at once; what a step wrote is counted
+        kept = Span(max(origin, self.origin), max(origin, self.seen))  # asked for the origin: no move is under way
+        held = self.read(kept)
+        if same and not self._tied:
+            work = self.workspace
+            copies = work.aside("keys", held[0], rows), work.aside("values", held[1], rows)
+            work.move = Move(self, origin, kept, *copies)  # from here on it is going to be finished
+            work.finish()
+            return
+        moved = [zeros_like_rows(old, rows) for old in held]
+        for new, old in zip(moved, held, strict=True):
+            _write(new, self.place(kept, origin, rows), old)
+        self._adopt(moved, origin)
+
+    def lay(self, buffer: Tensor, origin: int, kept: Span, held: Tensor) -> None:
+        """Make a buffer hold positions from ``origin`` on: what is kept, ``held`` in time order, and zeros."""
+        rows = buffer.shape[2]
+        _write(buffer, self.place(kept, origin, rows), held)
+        for free in (Span(origin, kept.start), Span(kept.stop, origin + rows)):
+            _write(buffer, self.place(free, origin, rows), 0.0)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put something else in the place of both buffers."""
         if not self.settle():
             self.keys, self.values = change(self.keys), change(self.values)
         elif self.rows:
+            self.workspace.finish()
             changed = change(self.key_rows), change(self.value_rows)
             memory = memory_of(changed[0])
-            self.key_rows, self.value_rows = changed if memory is PLAIN else map(memory.laid_out, changed)
+            self._adopt(changed if memory is PLAIN else map(memory.laid_out, changed))
 
     def read(self, positions: Span) -> tuple[Tensor, Tensor]:
         """Keys and values at these positions in time order, ``[batch, kv_heads, positions, head_dim]``.
@@ -284,8 +365,8 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         return self.read(self.visible_past)
 
     def write(self, key: Tensor, value: Tensor) -> None:
-        """Append, and allocate the buffers first where there are none."""
-        if not self.is_initialized:
+        """Append, and allocate the buffers first where there are none, or empty ones for another batch."""
+        if not (self.seen or (alike(self.key_rows, key) and alike(self.value_rows, value))):
             self.lazy_initialization(key, value)
         self.append(key, value)
 
@@ -368,10 +449,10 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
             return False
         # They may be of another batch, dtype or device, and the count set to that of rows which lie elsewhere by now.
         placed = self.origin <= shown.start and shown.stop - self.origin <= self.rows
-        tied = bool(self.rows) and (self.key_rows.requires_grad or self.value_rows.requires_grad)  # to older graphs
+        tied = bool(self.rows) and self._tied
         if tied or not (placed and alike(self.key_rows, keys) and alike(self.value_rows, values)):
             rows = max(self.rows, self.base_rows(self.sliding_window), ceil64(shown.size))
-            self.key_rows, self.value_rows = zeros_like_rows(keys, rows), zeros_like_rows(values, rows)
+            self._adopt(zeros_like_rows(lent, rows) for lent in (keys, values))
             self.origin = self.origin if placed else shown.start
         self._fill(shown, keys[:, :, : shown.size], values[:, :, : shown.size])
         return True
@@ -470,10 +551,20 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         return None
 
     def reset(self) -> None:
-        """Forget everything: as good as new, for any batch size."""
-        self.key_rows = self.value_rows = self._lent = None
-        self.is_initialized = False
+        """Forget everything: as good as new, for any batch size.
+
+        In a cache of fixed size the buffers stay where they are, as stock's do.
+        """
+        self.workspace.finish()
+        self._lent = None
         self.seen = self.origin = self.recorded = 0
+        if self.least and self.rows and not self._tied and memory_of(self.key_rows).shift is None:
+            self.leave_inference_mode()
+            self.key_rows.zero_()
+            self.value_rows.zero_()
+        else:
+            self.key_rows = self.value_rows = None
+            self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put these sequences of the batch in the place of all."""
@@ -499,7 +590,7 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 class AnchoredLayer(SlidingLayer):
     """Rows in time order: row ``r`` holds position ``origin + r``.
 
-    When the rows are full the buffer rolls: a fresh one takes over what is still visible, 64 rows lower.
+    When the rows are full the buffer rolls: what is still visible moves 64 rows lower, within the same buffer.
     """
 
     title = "AnchoredLayer"
@@ -581,7 +672,7 @@ class GlobalLayer(AnchoredLayer):
 
     def _hold(self, origin: int, rows: int) -> None:
         held = self.key_rows, self.value_rows
-        self.key_rows, self.value_rows = (zeros_like_rows(old, rows) for old in held)
+        self._adopt(zeros_like_rows(old, rows) for old in held)
         for new, old in zip((self.key_rows, self.value_rows), held, strict=True):
             new.narrow(2, 0, old.shape[2]).copy_(old)  # whole: a copy of a new shape is a new program on a card
 
@@ -693,10 +784,8 @@ def zeros_like_rows(like: Tensor, rows: int) -> Tensor:
         return memory_of(like).zeros((batch, heads, rows, dim), like.dtype, like.device)
 
 
-def _fresh(like: Tensor, rows: int) -> tuple[Tensor, bool]:
-    """A buffer with any numbers in it, and whether they are all zero."""
-    if memory_of(like).shift is not None:
-        return zeros_like_rows(like, rows), True
-    batch, heads, _, dim = like.shape
-    with torch.inference_mode(False):
-        return torch.empty((batch, heads, rows, dim), dtype=like.dtype, device=like.device), False
+def stays(tensor: Tensor) -> Tensor:
+    """The tensor, marked as one that stays where it is: a CUDA graph then uses it in place, as it does stock's."""
+    if not torch.compiler.is_compiling():  # which cannot read the mark
+        torch._dynamo.mark_static_address(tensor)
+    return tensor

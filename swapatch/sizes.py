@@ -1,7 +1,8 @@
 """What a cache holds, rows and bytes of storage layer by layer: measured on a cache, or predicted from a config.
 
 Bytes are those of the storages that keys and values keep alive. A view of the last rows of a prompt counts the whole
-prompt, because that is what stays in memory.
+prompt, because that is what stays in memory. What belongs to no layer is not counted: the scratch buffer of a cache
+whose rows have rolled, as large as one sliding layer.
 """
 
 from __future__ import annotations

@@ -321,19 +321,26 @@ class RowStep(AttendingStep):
 class FixedRowStep(RowStep):
     """One token over buffers that are attended whole: where to write and what to see are tensors, for any position.
 
-    Nothing that :meth:`attend` reads is a number that changes, so a compiled layer has one graph.
+    Nothing that :meth:`attend` reads is a number that changes, so a compiled layer has one graph. The tensors are the
+    same from step to step, where a CUDA graph looks for them, so they are those of the step that began last.
+
+    Attributes:
+        index: the row to write, ``[1]``.
+        mask: which rows the token sees, additive, ``[batch or 1, 1, 1, rows]``.
     """
 
     def __init__(self, family: Family, rule: Rule, queries: Span, layer: SlidingLayer, kernel: Attend) -> None:
         super().__init__(family, rule, queries, layer, kernel)
-        self.index = torch.tensor([self.row]).to(layer.key_rows.device)
-        self.mask = self._whole_mask(layer)
+        self.index, self.mask = self._tensors(layer)
         # Its position as a tensor, [1, 1], for a graph that would count it in a number otherwise.
         self.place: Tensor | None = None
 
-    def _whole_mask(self, layer: SlidingLayer) -> Tensor:
-        """Which rows the token sees, ``[batch or 1, 1, 1, rows]``, for all layers alike."""
-        return self.rule.row_mask(self.keys, self.parts, layer.rows, layer.key_rows)
+    def _tensors(self, layer: SlidingLayer) -> tuple[Tensor, Tensor]:
+        """Index and mask, for all layers alike."""
+        like, tensor = layer.key_rows, layer.workspace.tensor
+        allowed = self.rule.rows_allowed(self.keys, self.parts, layer.rows, like.device)
+        mask = tensor("mask", allowed.shape, like.dtype, like.device).fill_(-torch.inf).masked_fill_(allowed, 0.0)
+        return tensor("index", (1,), torch.long, like.device).fill_(self.row), mask
 
     def attend(
         self, call: LayerCall, query: Tensor, key: Tensor | None, value: Tensor | None

@@ -3,6 +3,7 @@ or says that it cannot.
 """
 
 import copy
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from zoo import BY_NAME, Model, Species, named_ids, text_model
 
 import swapatch
+from swapatch.layers import AnchoredLayer, SlidingLayer
 
 WINDOW, TOKENS = 16, 220
 PACKAGE = str(Path(swapatch.__file__).parent)
@@ -199,9 +201,9 @@ def interrupted_at(number: int | None) -> Iterator[list[tuple[str, int]]]:
         sys.settrace(before)
 
 
-def filled(model: Model, ids: Tensor, layout: str) -> swapatch.CompactCache:
+def filled(model: Model, ids: Tensor, layout: str, fixed: bool = False) -> swapatch.CompactCache:
     """The cache of a patched model that has seen these tokens, if any."""
-    cache = swapatch.CompactCache(model, layout=layout)
+    cache = swapatch.CompactCache(model, max_cache_len=TOKENS if fixed else None, layout=layout)
     if ids.shape[1]:
         forced(model, ids, prompt=ids.shape[1], cache=cache)
     return cache
@@ -216,14 +218,17 @@ def first_and_last(lines: list[tuple[str, int]]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("name", "layout"), (("gemma3_text", "anchored"), ("gemma4_ple_shared", "ring")))
-def test_interrupt_at_every_line(name: str, layout: str, step: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "fixed"),
+    (("gemma3_text", "anchored", False), ("gemma3_text", "anchored", True), ("gemma4_ple_shared", "ring", False)),
+)
+def test_interrupt_at_every_line(name: str, layout: str, fixed: bool, step: str) -> None:
     model = BY_NAME[name].build(WINDOW)
     before, tokens = STEPS[step]
     ids = named_ids(model, 1, before + tokens + 2)
     want = forced(model, ids, prompt=before + tokens).logits
     with swapatch.patch(model, layout=layout):
-        start = filled(model, ids[:, :before], layout)
+        start = filled(model, ids[:, :before], layout, fixed)
         for _ in range(2):  # the second time masks that are kept are not made again, as in every run below
             cache = copy.deepcopy(start)
             with interrupted_at(None) as lines:
@@ -237,6 +242,58 @@ def test_interrupt_at_every_line(name: str, layout: str, step: str) -> None:
             left = tokens if cache.get_seq_length() == before else 1
             outcomes.append(goes_on(model, cache, ids, want, left))
     assert 0.2 < sum(outcomes) / len(outcomes) < 1
+
+
+Layers = list[SlidingLayer]
+LOOKS: dict[str, Callable[[Layers], Layers]] = {
+    "read": lambda layers: layers,
+    "copied": lambda layers: [copy.copy(layer) for layer in layers],
+    "copied deeply": copy.deepcopy,
+    "pickled": lambda layers: pickle.loads(pickle.dumps(layers)),
+    "the other first": lambda layers: layers[::-1],
+    "reordered": lambda layers: [layer for layer in layers if layer.reorder_cache(torch.tensor([1, 0])) is None],
+}
+"""Who comes next after an interrupt."""
+
+
+def full_layers(fixed: int | None) -> Layers:
+    """Two that share a workspace, of two sequences, with all rows written: in the second the negative of the first."""
+    first = AnchoredLayer(WINDOW, fixed)
+    layers = [first, AnchoredLayer(WINDOW, fixed, first.workspace)]
+    rows = torch.arange(1.0, 1 + 2 * 2 * 128 * 3).view(2, 2, 128, 3)
+    for layer, sign in zip(layers, (1, -1), strict=True):
+        layer.update(sign * rows, sign * rows - 0.5)
+    return layers
+
+
+def roll(layers: Layers) -> None:
+    for layer in layers:
+        layer.make_room(1)
+
+
+@pytest.mark.parametrize("fixed", (None, 300), ids=("dynamic", "static"))
+@pytest.mark.parametrize("look", LOOKS)
+def test_interrupt_at_every_line_of_a_roll(look: str, fixed: int | None) -> None:
+    """Rows move within their buffers: whoever comes next finds the move done, or not begun, and goes on."""
+    want = [layer.past() for layer in LOOKS[look](full_layers(fixed))]
+    layers = full_layers(fixed)
+    with interrupted_at(None) as lines:
+        roll(layers)
+    origins = set()
+    for number in range(len(lines)):
+        layers = full_layers(fixed)
+        with pytest.raises(KeyboardInterrupt), interrupted_at(number):
+            roll(layers)
+        found = LOOKS[look](layers)
+        for _ in range(2):
+            for layer, rows in zip(found, want, strict=True):
+                assert all(map(torch.equal, layer.past(), rows)), (number, lines[number])
+                origins.add(layer.origin)
+                layer.make_room(1)
+                assert layer.origin == 64
+                assert not layer.key_rows[:, :, 64:].any()
+                assert not layer.value_rows[:, :, 64:].any()
+    assert origins == {0, 64}
 
 
 class Memory(TorchDispatchMode):

@@ -95,7 +95,8 @@ class Layers(RuleBasedStateMachine):
         else:
             raise AssertionError("a crop past the window must be refused when nothing was recorded")
         for name, value in vars(self.ours).items():
-            assert torch.equal(value, before[name]) if isinstance(value, Tensor) else value == before[name]
+            if name != "workspace":  # holds nothing that counts between two moves
+                assert torch.equal(value, before[name]) if isinstance(value, Tensor) else value == before[name]
 
     @precondition(lambda self: self.seen > 0)
     @rule(data=st.data())

@@ -100,10 +100,11 @@ def _rule(call: ModelCall, kind: str, layer: SlidingLayer) -> Rule:
 class SpyreDecode(FixedRowStep):
     """One token: the same compiled call for every position and every layer of a kind."""
 
-    def _whole_mask(self, layer: SlidingLayer) -> Tensor:
+    def _tensors(self, layer: SlidingLayer) -> tuple[Tensor, Tensor]:
         allowed = self.rule.rows_allowed(self.keys, self.parts, layer.rows, torch.device("cpu"))
         whole = allowed.expand(layer.key_rows.shape[0], 1, 1, layer.rows)
-        return spyre.additive(whole, layer.key_rows.dtype, layer.key_rows.device)
+        device = layer.key_rows.device
+        return torch.tensor([self.row]).to(device), spyre.additive(whole, layer.key_rows.dtype, device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph of its own, of all layers alike
     def run(self, call: LayerCall) -> Tensor:

@@ -39,7 +39,8 @@ class Windowed(Backend):
             return {SLIDING: RowStep(*how)}
         step = FixedRowStep(*how)
         if call.fixed:
-            step.place = torch.tensor([[call.queries.start]]).to(call.device)
+            place = layers[0].workspace.tensor("place", (1, 1), torch.long, call.device)
+            step.place = place.fill_(call.queries.start)
         return {SLIDING: step}
 
 
