@@ -107,7 +107,7 @@ def _in_functions(config: Any, family: Family) -> str | None:
         used += [file.repeat_kv, torch.matmul, functional.softmax, functional.dropout]
     if not all(map(is_known, used)):
         return f"somebody's own function in the place of {name!r} attention"
-    makers = [vars(where).get(maker) for where in (file, masking_utils) for maker in _MASK_MAKERS]
+    makers = [getattr(where, maker, None) for where in (file, masking_utils) for maker in _MASK_MAKERS]
     if not all(map(is_known, (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name], *makers))):
         return "somebody's own function in the place of one that makes masks"
     if is_replaced() and (name != "sdpa" or torch.compiler.is_compiling()):

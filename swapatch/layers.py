@@ -303,6 +303,9 @@ class SlidingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """
         self.count()
         same = rows == self.rows
+        if same and not self.seen:  # all of it is zero
+            self._origin = origin
+            return
         shift = memory_of(self.key_rows).shift
         if shift is not None and same:
             by = origin - self.origin
@@ -754,7 +757,10 @@ def _write(buffer: Tensor, rows: list[Span], new: Tensor | float) -> None:
     """Put rows in time order, or one number, where they belong."""
     done = 0
     for part in rows:
-        buffer[:, :, slice(*part)] = new[:, :, done : done + part.size] if isinstance(new, Tensor) else new
+        if isinstance(new, Tensor):
+            buffer[:, :, slice(*part)] = new[:, :, done : done + part.size]
+        else:
+            buffer[:, :, slice(*part)].fill_(new)
         done += part.size
 
 

@@ -381,10 +381,13 @@ def _stretches(padding: Tensor) -> list[Span | None]:
     >>> _stretches(torch.tensor([[0, 1, 1], [1, 0, 1], [0, 0, 0]]))
     [Span(start=1, stop=3), None, Span(start=0, stop=0)]
     """
-    shown = padding.ne(0).byte()
-    last = shown.shape[1] - shown.flip(1).argmax(1)
-    found = torch.stack([shown.argmax(1), last, shown.sum(1)], dim=1).tolist()
-    return [Span(0, 0) if not count else Span(*span) if span[1] - span[0] == count else None for *span, count in found]
+    shown = padding.ne(0).view(torch.uint8)
+    counted = shown.cumsum(1)
+    found = torch.stack([counted[:, -1], counted.argmax(1), shown.argmax(1)]).tolist()  # the first places of the most
+    return [
+        Span(0, 0) if not count else Span(first, last + 1) if last - first + 1 == count else None
+        for count, last, first in zip(*found, strict=True)
+    ]
 
 
 def _equal(numbers: list[int]) -> list[Span]:

@@ -104,6 +104,8 @@ def forward(
     """All queries, a rectangle at a time; arguments and result as of :func:`swapatch.attention.window_attention`."""
     choice = choose(query)
     size = block or choice.block
+    if rule.is_plain(queries, keys) and keys.size < rule.window and not choice.products:
+        return attend(query, key, value, None, queries.size > 1, scale).transpose(1, 2).contiguous()
     batch, heads, tokens, dim = query.shape
     # A query that no rectangle covers sees nothing.
     out = (query.new_empty if rule.padding is None else query.new_zeros)((batch, tokens, heads, dim))
