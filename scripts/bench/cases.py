@@ -52,7 +52,7 @@ PEAKS: dict[str, Callable[[str, int, Options], float]] = {"prefill": prefill_pea
 
 
 def run(names: list[str], options: Options, out: Path) -> list[Row]:
-    """These cases; what is done is written after each of them, so that a run cut short leaves something."""
+    """These cases; what is done is written after each row, so that a run cut short leaves something."""
     rows: list[Row] = []
     with progress(len(names)) as show, torch.no_grad():
         for number, name in enumerate(names):
@@ -61,7 +61,7 @@ def run(names: list[str], options: Options, out: Path) -> list[Row]:
                 row.device = options.device.describe()
                 rows.append(row)
                 show(number, name, row)
-            write(rows, names[: number + 1], list(CASES), out)
-            (out / "bench.md").write_text(markdown(rows), encoding="utf-8")
+                write(rows, names[: number + 1], list(CASES), out)
+                (out / "bench.md").write_text(markdown(rows), encoding="utf-8")
         show(len(names), "done", None)
     return rows

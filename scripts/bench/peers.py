@@ -97,6 +97,8 @@ def peers(options: Options) -> Iterator[Row]:
             ways = partial(prefill_way, model, tokens)
             result = yield from compared(wanted, ways, dtype, options, prefill)
             yield from llama_cpp("prompt", model, result, options, prefill)
+        if options.sizes.peers_context not in lengths:
+            continue
         decode = {"setting": "one step", "tokens": options.sizes.peers_context, **about}
         ways = partial(step_way, model, options)
         result = yield from compared(DECODES, ways, dtype, options, decode, DECODE_PATIENCE)

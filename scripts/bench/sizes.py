@@ -62,7 +62,7 @@ class Sizes:
     host_tokens: tuple[int, int]  # of the prompt, and new ones in a round
     peers: dict[torch.dtype, tuple[int, ...]]  # prompt lengths
     peers_compiled: tuple[int, ...]  # those of them that are compiled for, which takes a minute each
-    peers_context: int  # and those of a decode step
+    peers_context: int  # the one that decode steps come after
     peers_steps: int
     roofline: int  # prompt length
     copy_bytes: int
@@ -206,7 +206,7 @@ QUICK = Sizes(
 ON_CUDA = replace(
     FULL,
     seconds=1.0,
-    peers={torch.bfloat16: (2048, 8192, 32768, 131072), torch.float16: (8192,)},
+    peers={torch.bfloat16: (2048, 8192, 32768, 131072), torch.float16: (2048, 32768)},
     peers_compiled=(8192,),
     peers_context=8192,
     peers_steps=32,
