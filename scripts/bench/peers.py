@@ -42,7 +42,7 @@ def whole(model: Any, mode: str | None = None) -> Any:
 
 
 def by_layer(model: Any, mode: str | None = None) -> Any:
-    """Each decoder layer by itself, as transformers' own regional compilation does: layers of a kind share a graph."""
+    """Each decoder layer by itself. The layers share their code, and each graph counts against the limit for it."""
     for layer in model.model.layers:
         layer.compile(mode=mode)
     return model
@@ -88,6 +88,12 @@ DECODES = {
 
 def peers(options: Options) -> Iterator[Row]:
     """A prefill of each length, and a decode step after one of them."""
+    # Past its limit torch would run the rest uncompiled, and only log it.
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        yield from all_peers(options)
+
+
+def all_peers(options: Options) -> Iterator[Row]:
     for dtype, lengths in options.sizes.peers.items():
         model = subject(options.quick, dtype, options.device.name)
         about = {"case": "peers", "model": model.name, "dtype": name_of(dtype)}
