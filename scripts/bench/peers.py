@@ -201,7 +201,7 @@ def llama_cpp(what: str, model: Subject, result: Result, options: Options, about
         patched_value=ours,
         ratio=theirs / ours,
         rounds=len(found[what]),
-        note=f"weights in 4 bits (Q4_K_M); not in turn with the others; {found['about']}",
+        note=f"weights in 4 to 8 bits (Q4_K_M); not in turn with the others; {found['about']}",
         **about,
     )
 
