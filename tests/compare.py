@@ -72,7 +72,7 @@ def forced(
         if cache is not None:
             inputs[cache_key(model)] = cache
         if attention_mask is not None:
-            inputs |= _masked(attention_mask, seen + start, seen + end)
+            inputs |= _masked(attention_mask.to(ids.device), seen + start, seen + end)
         if token_types is not None and start < prompt + sum(chunks):
             # The block mask looks types up by absolute position: hence all of them from the start, not the chunk's own.
             inputs[token_type_key(model)] = token_types[:, : seen + end]
@@ -116,7 +116,7 @@ def assert_same_logits(got: Tensor, want: Tensor, mask: Tensor | None = None, to
     difference = (got.double() - want.double()).abs().amax(-1)
     difference = torch.where(difference.isfinite(), difference, torch.inf)
     if mask is not None:
-        difference = difference.masked_fill(~mask.bool(), 0.0)
+        difference = difference.masked_fill(~mask.bool().to(difference.device), 0.0)
     bad = (difference > tol).nonzero()
     if not len(bad):
         return

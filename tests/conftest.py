@@ -19,10 +19,22 @@ import pytest
 
 pytest.register_assert_rewrite("generation")  # what its asserts compared is shown, as in a test file
 
+import zoo
 from zoo import BY_NAME, SPECIES, Species
 
 import swapatch
 from swapatch.layers import LAYOUTS
+
+
+@pytest.fixture(params=("cpu", "cuda") if torch.cuda.is_available() else None)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the zoo makes its models and inputs: the CPU, and in a second test of the same name a GPU if there is one.
+
+    Files whose tests run on both use it for all of them.
+    """
+    monkeypatch.setattr(zoo, "DEVICE", torch.device(getattr(request, "param", "cpu")))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the convolutions in vision towers
+    return zoo.DEVICE
 
 
 @pytest.fixture(params=SPECIES, ids=str)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from torch import Tensor
 
 from swapatch.attention import KERNELS, reference, window_attention, windowed
@@ -11,11 +12,13 @@ from swapatch.attention.operator import _operator
 from swapatch.geometry import Span
 from swapatch.rules import Rule
 
+pytestmark = pytest.mark.usefixtures("device")
+
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, dtype=torch.float64).to(zoo.DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -29,8 +32,8 @@ def test_windowed_is_the_definition(groups: int, queries: int, masked: bool, dty
     key, value = random(2, 2, 70, 32, dtype=dtype), random(2, 2, 70, 32, dtype=dtype)
     mask = None
     if masked:
-        hidden = torch.rand(2, 1, queries, 70) < 0.4
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        hidden = torch.rand(2, 1, queries, 70).to(zoo.DEVICE) < 0.4
+        mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
     want = reference.attend(query, key, value, mask, False, 0.2)
     got = windowed.attend(query, key, value, mask, False, 0.2)
     assert got.shape == want.shape
@@ -42,14 +45,15 @@ def test_windowed_is_the_definition(groups: int, queries: int, masked: bool, dty
 
 def rows(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(2, heads, 40, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)]
+    made = (torch.randn(2, heads, 40, 8, dtype=dtype) for heads in (4, 2, 2))
+    return [part.to(zoo.DEVICE).requires_grad_() for part in made]
 
 
 def rules() -> dict[str, Rule]:
     """All that a text can have: nothing, padding that hides more than a window, sequences in one row."""
-    padding = torch.ones(2, 40, dtype=torch.long)
+    padding = torch.ones(2, 40, dtype=torch.long, device=zoo.DEVICE)
     padding[0, :25] = 0
-    segments = torch.tensor([0] * 13 + [1] * 20 + [2] * 7).expand(2, -1)
+    segments = torch.tensor([0] * 13 + [1] * 20 + [2] * 7, device=zoo.DEVICE).expand(2, -1)
     return {"plain": Rule(7), "padded": Rule(7, padding), "packed": Rule(7, None, segments), "wide": Rule(100)}
 
 
@@ -61,13 +65,13 @@ def test_all_blocks_are_the_definition_forward_and_backward(rule: str, kernel: s
     query, key, value = rows()
     span = Span(0, 40)
     allowed = rules()[rule].allowed(span, span, query.device)
-    mask = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill_(~allowed, -torch.inf)
+    mask = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(~allowed, -torch.inf)
     scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3 + mask
     weights = torch.softmax(scores.masked_fill(~allowed.any(-1, keepdim=True), 0.0), -1) * allowed
     want = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
     got = window_attention(query, key, value, rules()[rule], span, span, 0.3, kernel=kernel, block=block)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    slope = torch.randn(want.shape, dtype=want.dtype)
+    slope = torch.randn(want.shape, dtype=want.dtype).to(want.device)
     for ours, theirs in zip(
         torch.autograd.grad(got, (query, key, value), slope),
         torch.autograd.grad(want, (query, key, value), slope),

@@ -13,6 +13,8 @@ import swapatch
 
 NAMES = ("gemma3_text", "gemma4_ple_shared", "gemma4_moe")
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def run(
     model: nn.Module, call: Any, ids: Tensor, prompt: int, layout: str, counter: CompileCounter

@@ -27,6 +27,8 @@ from zoo import BY_NAME, SLIDING, Species
 import swapatch
 from swapatch.step import Step
 
+pytestmark = pytest.mark.usefixtures("device")
+
 FIXED_MODES = {
     "greedy": {},
     "beams": BEAMS,
@@ -59,7 +61,12 @@ def test_masks_made_ahead_are_made_contiguous(species: Species, layout: str) -> 
     """From 5.18 to 5.23 `generate` asks that of each mask it made ahead, without looking what kind of thing it is."""
     model = species.build(8)
     cache = swapatch.CompactCache(model, max_cache_len=200, layout=layout)
-    call = {"config": model.config, "inputs_embeds": torch.empty(1, 5, 0), "attention_mask": None, "position_ids": None}
+    call = {
+        "config": model.config,
+        "inputs_embeds": torch.empty(1, 5, 0, device=model.device),
+        "attention_mask": None,
+        "position_ids": None,
+    }
     with swapatch.patch(model, layout=layout):
         masks = model.create_masks_for_generate(**call, **{cache_key(model): cache})
     ready = {name: mask.contiguous() for name, mask in masks.items() if mask is not None}

@@ -11,6 +11,8 @@ import swapatch
 WINDOWS = (8, 16, 64, 65, 100)
 STEPS = 140  # more than two rolls of 64
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def lengths_around(window: int) -> list[int]:
     """Prompt lengths where something changes: the window is full, a buffer is full, or either is one off."""

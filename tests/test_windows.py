@@ -35,6 +35,8 @@ WINDOWS = (8, 65)
 SOME = ("gemma3_text", "gemma4_ple_shared", "gemma3_vision")
 """One of each kind: plain, with shared keys and values, with images."""
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +62,7 @@ def scored(model: Model, ids: Tensor, **inputs: Any) -> Tensor:
 def gradients(model: Model, ids: Tensor, keep: Tensor | None = None, **inputs: Any) -> Gradients:
     """Of a loss that hangs on every logit, or on those of the positions to `keep`."""
     logits = model(ids, **{"use_cache": False, **inputs}).logits
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.device)
     if keep is not None:
         weights = weights * keep[..., None]
     return parameter_gradients(model, (logits * weights).sum())
@@ -68,7 +70,7 @@ def gradients(model: Model, ids: Tensor, keep: Tensor | None = None, **inputs: A
 
 def holes(rows: int, length: int) -> Tensor:
     """A left-padded batch whose last row also has tokens in its middle that nobody may see."""
-    mask = torch.ones(rows, length, dtype=torch.long)
+    mask = torch.ones(rows, length, dtype=torch.long, device=zoo.DEVICE)
     mask[0, : length // 3] = 0
     mask[-1, length // 2 : length // 2 + 5] = 0
     return mask
@@ -114,7 +116,7 @@ def test_packed_sequences(some: Species) -> None:
     """Positions that start anew keep the sequences of a row apart, as in stock."""
     model = some.build(8)
     ids = named_ids(model, 2, 100)
-    positions = torch.cat([torch.arange(37), torch.arange(50), torch.arange(13)]).expand(2, -1)
+    positions = torch.cat([torch.arange(37), torch.arange(50), torch.arange(13)]).expand(2, -1).to(zoo.DEVICE)
     want = scored(model, ids, position_ids=positions)
     assert (want - scored(model, ids)).abs().max() > 1e-2
     with swapatch.patch(model):
@@ -339,13 +341,13 @@ def test_several_steps_before_one_backward(some: Species, filled: str, layout: s
     """A vector that is learned, added in the first layer: steps, a chunk, a roll and more steps on one cache."""
     model = some.build(16).requires_grad_(False)
     ids = named_ids(model, 1, 190)
-    vector = torch.zeros(text_config(model).hidden_size, requires_grad=True)
+    vector = torch.zeros(text_config(model).hidden_size, device=model.device, requires_grad=True)
     first = {"without gradients": 60, "with gradients": 60, "empty": 0}[filled]
 
     def gradient(cache: Any) -> Gradients:
         vector.grad = None
         hook = text_model(model).layers[0].register_forward_hook(lambda module, args, output: output + vector)
-        key, total = cache_key(model), torch.zeros(())
+        key, total = cache_key(model), torch.zeros((), device=model.device)
         if first:
             with torch.set_grad_enabled(filled == "with gradients"):
                 model(ids[:, :first], **{key: cache})
@@ -390,7 +392,7 @@ def test_autocast(some: Species, dtype: torch.dtype) -> None:
     def error() -> float:
         squares = 0.0
         for ids, truth in zip(prompts, truths, strict=True):
-            with torch.autocast("cpu", dtype):
+            with torch.autocast(model.device.type, dtype):
                 found = gradients(model, ids)
             squares += sum(float((found[name] - truth[name]).square().sum()) for name in truth)
         return squares**0.5
@@ -447,7 +449,8 @@ def test_a_mask_of_the_caller_s_is_not_kept(some: Species, inference: bool) -> N
         logits = model(ids, attention_mask=mask, use_cache=False).logits
         if not inference:
             mask.zero_()
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) * given[..., None]
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.device)
+        weights = weights * given[..., None]
         assert_same_gradients(parameter_gradients(model, (logits * weights).sum()), want)
 
 
@@ -459,7 +462,7 @@ def test_a_batch_of_gradients(some: Species) -> None:
 
     def batch() -> Gradients:
         logits = model(ids, use_cache=False).logits[0, 50, :5]
-        (found,) = torch.autograd.grad(logits, weight, torch.eye(5), is_grads_batched=True)
+        (found,) = torch.autograd.grad(logits, weight, torch.eye(5, device=logits.device), is_grads_batched=True)
         return {"batch": found}
 
     want = batch()
@@ -470,7 +473,7 @@ def test_a_batch_of_gradients(some: Species) -> None:
 def test_autocast_leaves_float64_alone() -> None:
     model = BY_NAME["gemma3_text"].build(16).double()
     ids = named_ids(model, 1, 60)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16):
         want = scored(model, ids)
         with swapatch.patch(model):
             got = scored(model, ids)
@@ -512,7 +515,7 @@ def test_tensors_that_hold_nothing(where: str, layout: str) -> None:
     with swapatch.patch(model, layout=layout), mode, torch.no_grad():
         masks: list[dict[str, Any]] = [{}, {}]
         if where == "fake":  # stock looks into a mask on the meta device
-            masks = [{"attention_mask": torch.ones(2, length, dtype=torch.long)} for length in (50, 51)]
+            masks = [{"attention_mask": torch.ones_like(ids[:, :1]).expand(2, length)} for length in (50, 51)]
         output = model(ids, use_cache=True, **masks[0])
         step = model(ids[:, :1], **masks[1], **{cache_key(model): cache_of(output)})
     assert step.logits.shape == (2, 1, VOCAB)
@@ -524,7 +527,7 @@ def test_a_vision_model_refuses_what_stock_refuses() -> None:
     with torch.no_grad(), swapatch.patch(model):
         for width in (30, 70):
             with pytest.raises(RuntimeError, match="must match"):
-                model(ids, attention_mask=torch.ones(1, width), use_cache=True)
+                model(ids, attention_mask=torch.ones(1, width, device=model.device), use_cache=True)
 
 
 # -- torch.func --
@@ -570,7 +573,7 @@ def test_calls_are_counted_with_their_reason() -> None:
         model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         model(ids, use_cache=False)
         model(ids, output_attentions=True)
-        model(ids, attention_mask=torch.ones(20, 20, dtype=torch.bool).tril()[None, None])
+        model(ids, attention_mask=torch.ones(20, 20, dtype=torch.bool, device=model.device).tril()[None, None])
         with swapatch.disabled():
             model(ids)
         model.set_attn_implementation("eager")
@@ -594,7 +597,7 @@ def test_positions_are_left_to_who_comes_later() -> None:
 
     def place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         seen.append(kwargs.get("position_ids"))
-        return args, {**kwargs, "position_ids": 2 * torch.arange(kwargs["input_ids"].shape[1])[None]}
+        return args, {**kwargs, "position_ids": 2 * torch.arange(kwargs["input_ids"].shape[1], device=ids.device)[None]}
 
     def run() -> Tensor:
         hook = text_model(model).register_forward_pre_hook(place, with_kwargs=True)

@@ -26,6 +26,9 @@ VOCAB = 97
 FIRST_SPECIAL = 88
 IMAGE_TOKEN = 90
 
+DEVICE = torch.device("cpu")
+"""Where models and their inputs are made; the fixture `device` moves it."""
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 Config = Any
@@ -56,8 +59,7 @@ class Species:
         with torch.random.fork_rng(devices=[]):  # construction draws from the global generator
             model = cls._from_config(self.make_config(window), attn_implementation=attn_implementation, dtype=dtype)
         _widen(model, torch.Generator().manual_seed(seed))
-        model.eval()
-        return model
+        return model.eval().to(DEVICE)
 
     def with_window(self, model: Model, window: int) -> Model:
         """A new model with the weights, dtype and attention of `model` and another window."""
@@ -82,7 +84,7 @@ class Species:
         of as many images come with them, to go through the vision tower.
         """
         width = max(lengths)
-        mask = torch.zeros(len(lengths), width, dtype=torch.long)
+        mask = torch.zeros(len(lengths), width, dtype=torch.long, device=DEVICE)
         for row, length in enumerate(lengths):
             mask[row, width - length :] = 1
         ids = named_ids(model, len(lengths), width, seed).masked_fill(mask == 0, PAD)
@@ -121,7 +123,7 @@ def token_type_key(model: Model) -> str:
 def token_types(lengths: Sequence[int], images: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
     """1 on image tokens, 0 elsewhere, [batch, max(lengths)]; blocks are (start, length) from the first real token."""
     width = max(lengths)
-    types = torch.zeros(len(lengths), width, dtype=torch.long)
+    types = torch.zeros(len(lengths), width, dtype=torch.long, device=DEVICE)
     for row, (length, blocks) in enumerate(zip(lengths, images, strict=True)):
         for start, size in blocks:
             if start + size > length:
@@ -146,7 +148,8 @@ def image_pixels(model: Model, sizes: Sequence[int], seed: int = 0) -> dict[str,
             raise ValueError(
                 f"image blocks must be multiples of {model.config.mm_tokens_per_image} tokens. Got {sizes}"
             )
-        return {"pixel_values": torch.rand(count, 3, vision.image_size, vision.image_size, generator=generator)}
+        pixels = torch.rand(count, 3, vision.image_size, vision.image_size, generator=generator)
+        return {"pixel_values": pixels.to(DEVICE)}
     # An encoder-free model gets patches that are merged already; a vision tower merges side x side of them to a token.
     merged = getattr(vision, "model_patch_size", None)
     side = 1 if merged else vision.pooling_kernel_size
@@ -156,8 +159,8 @@ def image_pixels(model: Model, sizes: Sequence[int], seed: int = 0) -> dict[str,
     places = torch.stack((across, down), dim=-1).flatten(0, 1).repeat(len(sizes), 1, 1)
     used = places[..., 0] < torch.tensor(sizes)[:, None] * side
     return {
-        "pixel_values": torch.rand(len(sizes), side * width, values, generator=generator),
-        "image_position_ids": torch.where(used[..., None], places, -1),
+        "pixel_values": torch.rand(len(sizes), side * width, values, generator=generator).to(DEVICE),
+        "image_position_ids": torch.where(used[..., None], places, -1).to(DEVICE),
     }
 
 
@@ -165,7 +168,7 @@ def named_ids(model: Model, batch: int, length: int, seed: int = 0) -> Tensor:
     """Random text ids, [batch, length], none of which is a padding, end or image id."""
     del model  # every entry has the same vocabulary; the argument keeps room for one that has not
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(BOS + 1, FIRST_SPECIAL, (batch, length), generator=generator)
+    return torch.randint(BOS + 1, FIRST_SPECIAL, (batch, length), generator=generator).to(DEVICE)
 
 
 def _widen(model: nn.Module, generator: torch.Generator) -> None:

@@ -15,6 +15,7 @@ from .layer_prefill import blocks, layer_prefill
 from .layer_training import layer_training
 from .memory import memory, prefill_peak
 from .parts import parts
+from .peers import peers
 from .prefill import prefill
 from .roofline import roofline
 from .rows import Row, write
@@ -22,6 +23,7 @@ from .scoring import scoring
 from .screen import progress
 from .sizes import Options
 from .startup import startup
+from .table import markdown
 from .training import training, training_peak
 
 CASES: dict[str, Callable[[Options], Iterator[Row]]] = {
@@ -39,21 +41,27 @@ CASES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "host": host,
     "startup": startup,
     "roofline": roofline,
+    "peers": peers,
 }
+
+ON_DEVICE = {"cpu": tuple(CASES), "cuda": ("peers", "memory")}
+"""What can be measured where: the other cases make their tensors on the CPU."""
 
 PEAKS: dict[str, Callable[[str, int, Options], float]] = {"prefill": prefill_peak, "training": training_peak}
 """What :func:`bench.peak.peak_in_child` can ask a child for."""
 
 
 def run(names: list[str], options: Options, out: Path) -> list[Row]:
-    """These cases; what is done is written after each of them, so that a run cut short leaves something."""
+    """These cases; what is done is written after each row, so that a run cut short leaves something."""
     rows: list[Row] = []
     with progress(len(names)) as show, torch.no_grad():
         for number, name in enumerate(names):
             show(number, name, None)
             for row in CASES[name](options):
+                row.device = options.device.describe()
                 rows.append(row)
                 show(number, name, row)
-            write(rows, names[: number + 1], list(CASES), out)
+                write(rows, names[: number + 1], list(CASES), out)
+                (out / "bench.md").write_text(markdown(rows), encoding="utf-8")
         show(len(names), "done", None)
     return rows

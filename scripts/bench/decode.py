@@ -19,6 +19,7 @@ from swapatch._compat import CACHE_NAME, kv_shape
 from swapatch.families import plan_model
 
 from .checks import ROUNDING, TOLERANCES, check
+from .device import device_of
 from .layer import random_rows
 from .models import patched_if, random_gemma4, random_model, random_name, subject
 from .rows import Row, name_of
@@ -107,7 +108,7 @@ def fill(cache: Any, config: Any, tokens: int, dtype: torch.dtype, batch: int = 
 
 def decode_way(model: Any, cache: Any, steps: int, patched: bool, batch: int = 1) -> Way:
     """Some steps, after one that is not timed: the first on a model that was just patched, or just put back."""
-    token = torch.full((batch, 1), 5)
+    token = torch.full((batch, 1), 5, device=model.device)
 
     def some_steps(number: int) -> Tensor:
         for _ in range(number):
@@ -117,8 +118,8 @@ def decode_way(model: Any, cache: Any, steps: int, patched: bool, batch: int = 1
     def run() -> tuple[float, Tensor]:
         with patched_if(patched, model):
             some_steps(1)
-            seconds, logits = timed(lambda: some_steps(steps))
-        return seconds / steps, logits
+            seconds, logits = device_of(model).timed(lambda: some_steps(steps))
+        return seconds / steps, logits.clone()  # a CUDA graph writes its next result to the same place
 
     return run
 

@@ -23,7 +23,7 @@ from transformers import (
 
 import swapatch
 
-from .sizes import TOY
+from .sizes import FULL, TOY
 
 
 @dataclass
@@ -33,23 +33,37 @@ class Subject:
     name: str
     model: Any
     text: list[int]
+    real: bool = False  # the checkpoint
 
     def prompt(self, tokens: int) -> Tensor:
         repeated = self.text * -(-tokens // len(self.text))
-        return torch.tensor([repeated[:tokens]])
+        return torch.tensor([repeated[:tokens]], device=self.model.device)
+
+
+GEMMA3_270M = {**FULL.training, "vocab_size": 262144}
 
 
 @once
-def subject(quick: bool, dtype: torch.dtype) -> Subject:
-    """The real checkpoint with a real text, over and over; a toy with random tokens when it must be quick."""
-    if quick:
+def subject(quick: bool, dtype: torch.dtype, device: str = "cpu") -> Subject:
+    """The real checkpoint with a real text, over and over; a toy with random tokens when it must be quick.
+
+    Not on a GPU: the weights of the checkpoint overflow float16, and fetching them is one more thing that may fail.
+    """
+    if quick or device != "cpu":
         torch.manual_seed(0)
-        model = random_model(TOY, dtype)
-        return Subject("random toy", model, torch.randint(3, TOY["vocab_size"], (300,)).tolist())
+        config = TOY if quick else GEMMA3_270M
+        model = random_model(config, dtype).to(device)
+        return Subject(subject_name(quick, device), model, torch.randint(3, config["vocab_size"], (300,)).tolist())
     path = checkpoint_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     text = Path(__file__).parents[1].joinpath("prompt.txt").read_text(encoding="utf-8")
-    return Subject("Gemma 3 270M", model, AutoTokenizer.from_pretrained(path)(text).input_ids)
+    return Subject(subject_name(quick, device), model, AutoTokenizer.from_pretrained(path)(text).input_ids, real=True)
+
+
+def subject_name(quick: bool, device: str = "cpu") -> str:
+    if quick:
+        return "random toy"
+    return "Gemma 3 270M" if device == "cpu" else "Gemma 3 270M's shape, random weights"
 
 
 def random_model(config: dict[str, int], dtype: torch.dtype) -> Any:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .device import device_of
 from .models import Subject, attending, patched_if, subject
 from .rows import Row, failed, name_of
 from .sizes import Options, Sizes
-from .timing import Way, compare, timed
+from .timing import Way, compare
 
 
 def prefill(options: Options) -> Iterator[Row]:
@@ -60,7 +61,7 @@ def prefill_way(
 
     def run() -> tuple[float, Tensor]:
         with attending(model, attention), patched_if(patched, model):
-            return timed(one_shot if chunk is None else in_chunks)
+            return device_of(model).timed(one_shot if chunk is None else in_chunks)
 
     return run
 

@@ -8,7 +8,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache as once
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 import transformers
 
 import swapatch
+
+from .device import cpu_name
 
 SCHEMA = 1
 """Of the JSON file; goes up when a field changes its meaning."""
@@ -31,6 +32,7 @@ class Row:
         error: largest difference of the two results, as a part of the largest number in them.
         ratio: stock over swapatch, median of the rounds; for a figure that is no comparison, None.
         ratio_of_sums: the same of the sums over all rounds, which rare work such as a roll counts in.
+        device: that the models were on: the hardware's name.
     """
 
     case: str
@@ -49,6 +51,7 @@ class Row:
     error: float | None = None
     tolerance: float | None = None
     note: str = ""
+    device: str = ""
     threads: int = 0
     cpu: str = ""
     torch: str = torch.__version__
@@ -107,13 +110,3 @@ def environment() -> dict[str, Any]:
         "swapatch": swapatch.__version__,
         "system": platform.system(),
     }
-
-
-@once
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

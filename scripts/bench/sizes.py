@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+
+from .device import CPU, Device
 
 HEAD_DIM = 256
 
@@ -58,6 +60,10 @@ class Sizes:
     training_lengths: tuple[int, ...]
     training_memory: tuple[int, int]  # layers, tokens
     host_tokens: tuple[int, int]  # of the prompt, and new ones in a round
+    peers: dict[torch.dtype, tuple[int, ...]]  # prompt lengths
+    peers_compiled: tuple[int, ...]  # those of them that are compiled for, which takes a minute each
+    peers_context: int  # the one that decode steps come after
+    peers_steps: int
     roofline: int  # prompt length
     copy_bytes: int
     matmul: int
@@ -140,6 +146,10 @@ FULL = Sizes(
     training_memory=(6, 8192),  # all 18 layers of stock might not fit into 24 GiB
     host_tokens=(128, 64),
     patch_layers=60,
+    peers={torch.bfloat16: (512, 2048, 8192)},
+    peers_compiled=(512, 2048, 8192),
+    peers_context=2048,
+    peers_steps=16,
     roofline=4096,
     copy_bytes=2**30,
     matmul=2048,
@@ -183,10 +193,26 @@ QUICK = Sizes(
     training_memory=(6, 2048),
     host_tokens=(100, 16),
     patch_layers=12,
+    peers={torch.bfloat16: (128,)},
+    peers_compiled=(128,),
+    peers_context=128,
+    peers_steps=4,
     roofline=256,
     copy_bytes=2**24,
     matmul=256,
 )
+
+
+ON_CUDA = replace(
+    FULL,
+    seconds=1.0,
+    peers={torch.bfloat16: (2048, 8192, 32768, 131072), torch.float16: (2048, 32768)},
+    peers_compiled=(8192,),
+    peers_context=8192,
+    peers_steps=32,
+    memory={"stock": (8192, 32768), "swapatch": (8192, 32768, 131072)},
+)
+"""For a run of a few minutes on a data center's GPU."""
 
 
 @dataclass(frozen=True)
@@ -198,3 +224,4 @@ class Options:
     long: bool = False
     rounds: int = 12
     threads: int = field(default_factory=torch.get_num_threads)
+    device: Device = CPU

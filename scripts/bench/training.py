@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .device import CPU
 from .models import patched_if, random_model, random_name
-from .peak import peak_in_child, peak_of
+from .peak import peak_in_child
 from .rows import Row, name_of
 from .sizes import Options
 from .timing import Way, compare, timed
@@ -94,4 +95,4 @@ def training_peak(name: str, tokens: int, options: Options) -> float:
         training_step(model, random_ids(model, 16))  # torch's kernels become resident
         model.zero_grad()
         ids = random_ids(model, tokens)
-        return peak_of(lambda: training_step(model, ids))
+        return CPU.peak(lambda: training_step(model, ids))
