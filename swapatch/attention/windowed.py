@@ -56,20 +56,39 @@ _FEW = 16
 """Queries below which a matrix product is not worth the trouble."""
 
 
+_MOST = 2**21
+"""Scores that are computed at once, 8 MiB of them: larger temporary tensors are mapped anew each time, and slow."""
+
+
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Scores, softmax and weighted values one after the other, in half precision with scores in float32.
 
     On a CPU torch's fused kernel multiplies small tiles, which is several times slower than one matrix product.
     """
-    (batch, _, queries, dim), (_, kv_heads, keys, _) = query.shape, key.shape
-    # The heads of a group become further rows: [batch * kv_heads, group * queries, head_dim].
-    rows = query.reshape(batch * kv_heads, -1, dim)
-    scores = scores_of(rows, key.reshape(-1, keys, dim)).mul_(scale)
-    _hide(scores.view(batch, kv_heads, -1, queries, keys), mask)
+    batch, kv_heads, keys, _ = key.shape
+    # The heads of a group become further rows: [batch, kv_heads, group * queries, head_dim].
+    rows = query.reshape(batch, kv_heads, -1, query.shape[3])
+    some = max(1, _MOST // (rows.shape[2] * keys))
+    if batch * kv_heads <= some:
+        return _weighted(rows, key, value, mask, scale).view(query.shape)
+    out = torch.empty_like(rows)
+    for one in range(batch):
+        of_one = mask if mask is None or mask.shape[0] == 1 else mask[one : one + 1]
+        for first in range(0, kv_heads, some):
+            part = slice(one, one + 1), slice(first, first + some)
+            out[part] = _weighted(rows[part], key[part], value[part], of_one, scale)
+    return out.view(query.shape)
+
+
+def _weighted(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    (batch, kv_heads, _, dim), queries = rows.shape, 1 if mask is None else mask.shape[2]
+    flat = [tensor.reshape(-1, *tensor.shape[2:]) for tensor in (rows, key, value)]
+    scores = scores_of(flat[0], flat[1]).mul_(scale)
+    _hide(scores.view(batch, kv_heads, -1, queries, key.shape[2]), mask)
     weights = scores.softmax(-1).to(value.dtype)
     if mask is not None:
         weights.nan_to_num_(0.0)  # of a query that sees nothing
-    return torch.bmm(weights, value.reshape(-1, keys, dim)).view(query.shape)
+    return torch.bmm(weights, flat[2]).view(batch, kv_heads, -1, dim)
 
 
 def _hide(scores: Tensor, mask: Tensor | None) -> None:
@@ -104,7 +123,7 @@ def forward(
     """All queries, a rectangle at a time; arguments and result as of :func:`swapatch.attention.window_attention`."""
     choice = choose(query)
     size = block or choice.block
-    if rule.is_plain(queries, keys) and keys.size < rule.window and not choice.products:
+    if rule.is_plain(queries, keys) and keys.size < rule.window and _fuses(choice, queries):
         return attend(query, key, value, None, queries.size > 1, scale).transpose(1, 2).contiguous()
     batch, heads, tokens, dim = query.shape
     # A query that no rectangle covers sees nothing.
@@ -118,8 +137,13 @@ def forward(
 def _cut(parts: Iterable[Rectangle], choice: Choice, block: int, like: Tensor) -> Iterator[Rectangle]:
     """The same rectangles; those that are causal as torch's kernel can do it, or in blocks with a mask."""
     for part in parts:
-        fused = part.queries.size == part.keys.size and not choice.products
+        fused = part.queries.size == part.keys.size and _fuses(choice, part.queries)
         yield from [part] if fused else part.blocks(block, like)
+
+
+def _fuses(choice: Choice, queries: Span) -> bool:
+    """Whether a causal square is one for torch's fused kernel, which leaves out the half that nobody sees."""
+    return not choice.products or queries.size < choice.block
 
 
 def _alike(parts: Iterable[Rectangle], choice: Choice) -> Iterator[tuple[Rectangle, int]]:
