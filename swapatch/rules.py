@@ -114,18 +114,19 @@ class Rule:
     def additive(self, queries: Span, keys: Span, like: Tensor) -> Tensor | None:
         """The mask of a rectangle: 0 where seen, -inf elsewhere, in the dtype and on the device of ``like``.
 
-        None when all of it is seen. Rectangles that are only shifted against each other share one tensor.
+        None where the numbers alone say that all of it is seen. Rectangles that are only shifted against each other
+        share one tensor.
         """
         if self.shifts_alike(queries, keys):
             return self._band(queries, keys, like)
-        return _additive(self.allowed(queries, keys, like.device), like.dtype)
+        return _filled(self.allowed(queries, keys, like.device), like.dtype)
 
     def _band(self, queries: Span, keys: Span, like: Tensor) -> Tensor | None:
         offset = queries.start - keys.start
         if offset >= keys.size - 1 and queries.stop - keys.start <= self.window:
             return None  # one query, or keys that all of them have behind them
         if self.window == ENDLESS:  # each block of a size of its own
-            return _additive(_band(offset, queries.size, keys.size, self.window, like.device), like.dtype)
+            return _filled(_band(offset, queries.size, keys.size, self.window, like.device), like.dtype)
         return _additive_band(offset, queries.size, keys.size, self.window, like.dtype, like.device)
 
     def rows_allowed(self, keys: Span, rows: list[Span], size: int, device: torch.device) -> Tensor:
@@ -141,8 +142,10 @@ class Rule:
         allowed = torch.zeros((1 if shown is None else shown.shape[0], 1, 1, size), dtype=torch.bool, device=device)
         done = 0
         for part in rows:
-            of_part = True if shown is None else shown[:, None, None, done : done + part.size]
-            allowed[..., part.start : part.stop] = of_part
+            if shown is None:
+                allowed[..., part.start : part.stop].fill_(True)
+            else:
+                allowed[..., part.start : part.stop] = shown[:, None, None, done : done + part.size]
             done += part.size
         return allowed
 
@@ -351,13 +354,9 @@ def _band(offset: int, queries: int, keys: int, window: int, device: torch.devic
 @lru_cache(maxsize=64)  # all blocks of a prompt but the first and last ones are alike, in all layers and calls
 def _additive_band(
     offset: int, queries: int, keys: int, window: int, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
+) -> Tensor:
     with torch.inference_mode(False):  # for calls outside of it as well
-        return _additive(_band(offset, queries, keys, window, device), dtype)
-
-
-def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor | None:
-    return None if bool(allowed.all()) else _filled(allowed, dtype)
+        return _filled(_band(offset, queries, keys, window, device), dtype)
 
 
 def _filled(allowed: Tensor, dtype: torch.dtype) -> Tensor:

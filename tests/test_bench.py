@@ -24,7 +24,7 @@ from bench.timing import Result, compare
 from bench.training import trained_model, training_ways
 
 OPTIONS = Options(QUICK, quick=True, rounds=1)
-IN_PROCESS = ("layer-prefill", "blocks", "layer-decode", "layer-training", "prefill", "scoring", "decode", "roofline")
+IN_PROCESS = ("layer-prefill", "choices", "layer-decode", "layer-training", "prefill", "scoring", "decode", "roofline")
 
 pytestmark = pytest.mark.slow
 

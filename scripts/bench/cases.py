@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from .compiled import compiled
 from .decode import decode
 from .host import host
 from .layer_decode import layer_decode
-from .layer_prefill import blocks, layer_prefill
+from .layer_prefill import choices, chosen, layer_prefill
 from .layer_training import layer_training
 from .memory import memory, prefill_peak
 from .parts import parts
@@ -28,7 +29,7 @@ from .training import training, training_peak
 
 CASES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "layer-prefill": layer_prefill,
-    "blocks": blocks,
+    "choices": choices,
     "layer-decode": layer_decode,
     "layer-training": layer_training,
     "prefill": prefill,
@@ -64,4 +65,6 @@ def run(names: list[str], options: Options, out: Path) -> list[Row]:
                 write(rows, names[: number + 1], list(CASES), out)
                 (out / "bench.md").write_text(markdown(rows), encoding="utf-8")
         show(len(names), "done", None)
+    if "choices" in names:
+        (out / "table.json").write_text(json.dumps(chosen(rows), indent=2) + "\n", encoding="utf-8")
     return rows

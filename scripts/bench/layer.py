@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
 
 from swapatch._compat import CACHE_NAME
-from swapatch.attention import BLOCK, window_attention
+from swapatch.attention import window_attention
 from swapatch.geometry import Span
 from swapatch.rules import Rule
 
@@ -72,11 +72,11 @@ def stock_prompt(shape: Shape, tokens: int, dtype: torch.dtype) -> Attend:
     return partial(stock_attention(shape), mask=stock_mask(shape, tokens, dtype))
 
 
-def windowed_prompt(shape: Shape, tokens: int, block: int = BLOCK) -> Attend:
+def windowed_prompt(shape: Shape, tokens: int) -> Attend:
     """The same in windows; the small masks of its blocks are made at the first call."""
     rule, prompt = Rule(shape.window), Span(0, tokens)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return window_attention(query, key, value, rule, prompt, prompt, shape.dim**-0.5, block=block)
+        return window_attention(query, key, value, rule, prompt, prompt, shape.dim**-0.5)
 
     return attend

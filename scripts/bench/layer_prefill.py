@@ -1,13 +1,19 @@
-"""The attention of one sliding layer over a whole prompt, and what the size of its blocks makes of it."""
+"""The attention of one sliding layer over a whole prompt, and which way to compute its rectangles is the fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import product, starmap
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
-from swapatch.attention import BLOCK
+from swapatch.attention import windowed
+from swapatch.attention.choice import Choice, choose, key
 
 from .checks import TOLERANCES
 from .layer import Attend, random_rows, stock_prompt, windowed_prompt
@@ -32,8 +38,8 @@ def prefill_layer_ways(shape: Shape, tokens: int, dtype: torch.dtype) -> dict[st
     }
 
 
-def windowed_way(shape: Shape, tokens: int, dtype: torch.dtype, block: int = BLOCK) -> Way:
-    way = prompt_way(windowed_prompt(shape, tokens, block), shape, tokens, dtype)
+def windowed_way(shape: Shape, tokens: int, dtype: torch.dtype) -> Way:
+    way = prompt_way(windowed_prompt(shape, tokens), shape, tokens, dtype)
     way()  # makes its masks
     return way
 
@@ -43,13 +49,39 @@ def prompt_way(attend: Attend, shape: Shape, tokens: int, dtype: torch.dtype) ->
     return lambda: timed(lambda: attend(*rows))
 
 
-def blocks(options: Options) -> Iterator[Row]:
-    """The same with other numbers of queries in a block; the ratio is over the block that swapatch takes."""
+def choices(options: Options) -> Iterator[Row]:
+    """The same computed in all ways there are; the ratio is over the way that swapatch takes.
+
+    :func:`chosen` makes a table of these rows.
+    """
     sizes, tokens = options.sizes, options.sizes.layer_lengths[-2]
     for shape, dtype in product(sizes.layer_prefill, TOLERANCES):
-        about = {"case": "blocks", "model": "one sliding layer", "tokens": tokens, "dtype": name_of(dtype)}
-        tried = (BLOCK, *(size for size in sizes.blocks if size != BLOCK))
-        ways = {f"block of {size}": windowed_way(shape, tokens, dtype, size) for size in tried}
+        about = {"case": "choices", "model": "one sliding layer", "tokens": tokens, "dtype": name_of(dtype)}
+        taken = choose(torch.empty((0,), dtype=dtype))
+        tried = product(sizes.blocks, (False, True) if dtype.itemsize == 2 else (False,), (False, True))
+        ways = {str(choice): chosen_way(shape, tokens, dtype, choice) for choice in (taken, *starmap(Choice, tried))}
         result = compare(ways, dtype, options)
-        for name in list(ways)[1:]:
-            yield result.row(name, f"block of {BLOCK}", setting=str(shape), **about)
+        for name in ways:
+            yield result.row(name, str(taken), setting=str(shape), **about)
+
+
+def chosen_way(shape: Shape, tokens: int, dtype: torch.dtype, choice: Choice) -> Way:
+    way = windowed_way(shape, tokens, dtype)
+
+    def run() -> tuple[float, Tensor]:
+        with mock.patch.object(windowed, "choose", return_value=choice):
+            return way()
+
+    return run
+
+
+def chosen(rows: Iterable[Row]) -> dict[str, Any]:
+    """What ``swapatch/attention/table.json`` holds: for each dtype the way that was the fastest over all shapes."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    about = {}
+    for row in rows:
+        if row.case == "choices" and row.ratio is not None:
+            about = {"cpu": row.cpu, "threads": row.threads, "torch": row.torch}
+            found[key("cpu", getattr(torch, row.dtype))][row.stock] += math.log(row.ratio)
+    fastest = {name: min(ways, key=lambda way: ways[way]) for name, ways in found.items()}  # called now
+    return {**about, "choices": {name: Choice.named(way)._asdict() for name, way in sorted(fastest.items())}}

@@ -1,4 +1,4 @@
-"""How rectangles are computed, by a table of what was measured, which ``scripts/bench --only blocks`` writes."""
+"""How rectangles are computed, by a table of what was measured, which ``scripts/bench --only choices`` writes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ class Choice(NamedTuple):
     products: bool = False
     together: bool = False
 
+    def __str__(self) -> str:
+        """In words, which :meth:`named` reads."""
+        return f"blocks of {self.block}" + ", products" * self.products + ", together" * self.together
+
+    @classmethod
+    def named(cls, words: str) -> Choice:
+        """The choice that prints like this.
+
+        >>> Choice.named("blocks of 64, together")
+        Choice(block=64, products=False, together=True)
+        """
+        return cls(int(words.split(",")[0].split()[-1]), "products" in words, "together" in words)
+
 
 def choose(query: Tensor) -> Choice:
     """The choice for these queries, ``[batch, heads, queries, head_dim]``; a plain one where nothing was measured."""
@@ -37,7 +50,8 @@ def choose(query: Tensor) -> Choice:
 
 @cache
 def _chosen(device: str, dtype: torch.dtype) -> Choice:
-    choice = table().get(key(device, dtype), Choice())
+    unmeasured = Choice(together=device == "cuda")  # there each call is a launch
+    choice = table().get(key(device, dtype), unmeasured)
     return choice._replace(products=False) if choice.products and not _keeps_precision(device, dtype) else choice
 
 
