@@ -1,11 +1,13 @@
 """The compact cache: bounded, finite, an ordinary transformers cache, and all or nothing."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from compare import assert_same_logits, forced, greedy, sliding_rows, storage_bytes, unwritten_rows
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from zoo import Species, named_ids, text_config, text_model
 
 import swapatch
@@ -280,3 +282,85 @@ def test_report_prints_rows_and_bytes(species: Species) -> None:
     assert {layer.rows for layer in sliding} == {128}
     assert report.sliding_bytes == sum(layer.bytes for layer in sliding) < report.total_bytes
     assert f"{report.total_bytes:,}" in str(report)
+
+
+# -- found by changing single lines of the code: scripts/mutation.sh --
+
+
+def numbered(layer: Any, tokens: int) -> None:
+    """Rows whose keys are their positions, counted from one."""
+    positions = torch.arange(layer.seen, layer.seen + tokens, dtype=torch.float32).view(1, 1, tokens, 1) + 1
+    layer.update(positions, -positions)
+
+
+def test_rows_that_were_taken_back_are_zero(layout: str) -> None:
+    """Within the window, and after recording, when the buffer shrinks."""
+    layer = LAYOUTS[layout](64)
+    numbered(layer, 60)
+    layer.crop(-25)
+    for rows in (layer.key_rows, layer.value_rows):
+        assert not rows[:, :, unwritten_rows(layer)].any()
+    numbered(layer, 90)
+    layer.activate_past_recording()
+    numbered(layer, 30)
+    layer.crop(-20)
+    for rows in (layer.key_rows, layer.value_rows):
+        assert not rows[:, :, unwritten_rows(layer)].any()
+    assert torch.equal(layer.past()[0].flatten(), torch.arange(135 - 63, 135) + 1.0)
+
+
+@pytest.mark.parametrize("seen", (63, 64, 65))
+def test_crop_at_the_edge_of_the_window(seen: int, layout: str) -> None:
+    """Stock takes tokens back while it has seen fewer than the window."""
+    layer, stock = LAYOUTS[layout](64), DynamicSlidingWindowLayer(64)
+    for each in (layer, stock):
+        rows = torch.ones(1, 1, seen, 1)
+        each.update(rows, rows)
+    if seen < 64:
+        layer.crop(-1)
+        stock.crop(-1)
+        assert layer.get_seq_length() == stock.get_seq_length() == seen - 1
+        return
+    for each in (layer, stock):
+        with pytest.raises((RuntimeError, ValueError)):
+            each.crop(-1)
+    assert layer.get_seq_length() == seen
+
+
+def test_crop_past_what_was_recorded(layout: str) -> None:
+    """A position whose window is gone is refused by name, all of the tokens are not."""
+    layer = LAYOUTS[layout](64)
+    numbered(layer, 300)
+    layer.activate_past_recording()
+    numbered(layer, 10)
+    with pytest.raises(swapatch.CacheStateError, match=r"position 160 needs them"):
+        layer.crop(-150)
+    assert layer.get_seq_length() == 310
+    layer.crop(-310)
+    assert layer.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("verb", ("reorder_cache", "batch_repeat_interleave", "batch_select_indices", "crop"))
+def test_a_layer_that_was_given_other_rows_takes_every_verb(verb: str, layout: str) -> None:
+    """It goes on as transformers' own, with what it was given."""
+    argument: Any = {"batch_repeat_interleave": 2, "crop": -1}.get(verb, torch.tensor([1, 0]))
+    found = []
+    for layer in (LAYOUTS[layout](64), DynamicSlidingWindowLayer(64)):
+        rows = torch.arange(20.0).view(2, 1, 10, 1)
+        layer.update(rows, -rows)
+        layer.keys, layer.values = layer.keys[:, :, 3:], layer.values[:, :, 3:]
+        getattr(layer, verb)(argument)
+        found.append((layer.keys, layer.values))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_offload_and_back(layout: str) -> None:
+    layer = LAYOUTS[layout](64)
+    numbered(layer, 30)
+    keys, values = layer.keys.clone(), layer.values.clone()
+    layer.offload()
+    assert layer.key_rows.device.type == "cpu"
+    layer.prefetch()
+    assert torch.equal(layer.keys, keys)
+    assert torch.equal(layer.values, values)

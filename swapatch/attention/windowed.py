@@ -42,7 +42,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
         return _by_products(query, key, value, mask, scale)
     if mask is not None:
         mask = _over_all(mask, key.shape[2])
-    if queries == 1 and groups >= _fold_from(query):
+    if queries == 1 and groups > 1:
         # The heads of a group become the rows of one query: the keys of the group are read once.
         folded = query.reshape(batch, key.shape[1], groups, dim)
         out = functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
@@ -252,17 +252,6 @@ def _backward_dtype(query: Tensor) -> torch.dtype:
     On a CPU without instructions for it, a backward pass in bfloat16 took 10 to 40 times as long as one in float32.
     """
     return torch.float32 if query.device.type == "cpu" and query.dtype in EMULATED else query.dtype
-
-
-def _fold_from(query: Tensor) -> int:
-    """How many heads a group must have for folding to be faster, by measurement.
-
-    On a CPU with instructions for it torch computes a single bfloat16 row without a matrix product, which takes two
-    heads a call each in little more than half the time of both folded, and four in about the same. Where bfloat16 is
-    emulated, two heads folded are 6 times faster than apart.
-    """
-    native = query.dtype == torch.bfloat16 and query.device.type == "cpu" and query.dtype not in EMULATED
-    return 3 if native else 2
 
 
 def rows_of(tensor: Tensor, rows: Span) -> Tensor:
