@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo import Model, Species, named_ids
 
 import swapatch
-from swapatch import rules
 from swapatch.attention import operator
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +45,6 @@ def test_every_tensor_is_on_the_model_s_device(
     """A prompt, steps, a chunk, a scoring call, by the code that a GPU runs: a tensor left on the CPU is an error."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)  # torch asks devices that it was built for
     monkeypatch.setattr(operator, "is_traced", lambda tensor: False)
-    monkeypatch.setattr(rules, "_additive", rules._filled)  # without a look at whether it hides anything
     model = species.build(8)
     if species.moe:
         model.set_experts_implementation("batched_mm")  # the others look at values
