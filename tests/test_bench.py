@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,7 @@ def test_llama_cpp_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_llama_cpp_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row says so; with another package's weights it is not measured at all."""
     monkeypatch.setattr(llamacpp, "PACKAGE", "no_such_package")
+    monkeypatch.setattr("bench.peers.gguf_file", lambda: nullcontext("weights.gguf"))
     model = subject(True, torch.bfloat16)
     about = {"case": "peers", "model": "", "dtype": "", "setting": "", "tokens": 9}
     result = Result({"swapatch": [1.0]}, {}, 0.0)

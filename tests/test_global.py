@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import DynamicCache, StaticCache
-from zoo import BY_NAME, SPECIES, Model, Species, named_ids, text_model, token_type_key, token_types
+from zoo import BY_NAME, OLD, SPECIES, Model, Species, named_ids, text_model, token_type_key, token_types
 
 import swapatch
 
@@ -116,7 +116,12 @@ def test_images_in_a_long_prompt(species: Species, chunk: int) -> None:
         "attention_mask": batch["attention_mask"],
         "token_types": token_types(lengths, images),
     }
-    want = forced(model, batch["input_ids"], **options).logits
+    try:
+        want = forced(model, batch["input_ids"], **options).logits
+    except RuntimeError as error:
+        if not OLD:
+            raise
+        pytest.skip(f"this transformers cannot continue a long prompt with images: {error}")
     with swapatch.patch(model):
         got = forced(model, batch["input_ids"], **options).logits
     assert_same_logits(got, want)
