@@ -2,6 +2,7 @@
 
 import json
 from importlib.resources import files
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -126,3 +127,49 @@ def test_the_benchmark_writes_the_fastest() -> None:
     assert made["choices"]["cpu float32"] == {"block": 128, "products": False, "together": True}
     assert made["choices"]["cpu float64"]["block"] == 256
     assert {"cpu", "threads", "torch"} < set(made)
+
+
+def some_padding(random: Random, batch: int, length: int) -> Tensor | None:
+    """Hidden on the left, on the right, on both sides, here and there, or nowhere."""
+    if random.random() < 0.3:
+        return None
+    mask = torch.ones(batch, length, dtype=torch.long)
+    for row in mask:
+        kind = random.choice(("left", "right", "both", "holes", "none"))
+        if kind in ("left", "both"):
+            row[: random.randint(0, length)] = 0
+        if kind in ("right", "both"):
+            row[random.randint(0, length) :] = 0
+        if kind == "holes":
+            row[torch.tensor([random.random() < 0.3 for _ in range(length)])] = 0
+    return mask
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_any_call(seed: int) -> None:
+    """Any window, numbers of queries and keys before and behind them, padding or packing, and way of computing."""
+    random = Random(seed)
+    batch, past = random.choice((1, 2, 3)), random.choice((0, 0, 5, 40, 130))
+    stop = past + random.choice((1, 2, 15, 16, 17, 63, 64, 65, 129, 200))
+    window = random.choice((2, 3, 8, 16, 17, 64, 65, 100, ENDLESS))
+    first = max(0, past - window + 1) if random.random() < 0.5 else 0
+    queries, keys = Span(past, stop), Span(first, stop + random.choice((0, 0, 7)))
+    padding = some_padding(random, batch, stop)
+    packed = padding is None and not past and random.random() < 0.5
+    segments = torch.tensor([[random.random() < 0.05 for _ in range(stop)]] * batch).cumsum(1) if packed else None
+    query, key_rows, value = rows(batch, keys.stop, torch.float32, seed)
+    call = (query[:, :, past:stop], key_rows[:, :, keys.start :], value[:, :, keys.start :])
+    who = Rule(window, padding, segments)
+    way = Choice(random.choice((16, 32, 64, 128)), random.random() < 0.5, random.random() < 0.5)
+    with mock.patch.object(windowed, "choose", return_value=way):
+        got = window_attention(*call, who, queries, keys, 0.3)
+    position, key_at = torch.arange(*queries)[:, None], torch.arange(*keys)
+    sees = ((key_at <= position) & (key_at > position - window)).expand(batch, -1, -1).clone()
+    if padding is not None:
+        sees &= torch.nn.functional.pad(padding, (0, keys.stop - stop))[:, None, keys.start :].bool()
+    if segments is not None:
+        later = torch.nn.functional.pad(segments, (0, keys.stop - stop), value=-1)
+        sees &= segments[:, queries.start :, None] == later[:, None, keys.start :]
+    mask = torch.zeros(sees.shape).masked_fill(~sees, -torch.inf)[:, None]
+    want = reference.attend(*call, mask, False, 0.3).transpose(1, 2)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
