@@ -247,6 +247,7 @@ class _Parts:
 
     family: Family
     text: tuple[str, nn.Module]
+    layers: list[tuple[str, nn.Module]]
     attentions: list[tuple[str, nn.Module]]
     whole: bool
     outer: list[tuple[str, nn.Module]]
@@ -302,8 +303,8 @@ def _locate(model: Any, plan: ModelPlan, backend: str) -> _Parts:
         )
     prefix = f"{texts[0]}.layers" if texts[0] else "layers"
     whole = choose(backend, next(model.parameters()).device).whole
-    names = [f"{prefix}.{i}.self_attn" for i in range(len(plan.layers))]
-    if lacking := [name for name in names if name not in named]:
+    names = [f"{prefix}.{i}" for i in range(len(plan.layers))]
+    if lacking := [f"{name}.self_attn" for name in names if f"{name}.self_attn" not in named]:
         raise UnsupportedModelError(
             explain(
                 f"no module {lacking[0]} of its own, and {len(plan.layers)} layers in the config",
@@ -311,13 +312,14 @@ def _locate(model: Any, plan: ModelPlan, backend: str) -> _Parts:
                 "set num_hidden_layers and layer_types to what the model has, and share no layer",
             )
         )
-    attentions = [(name, named[name]) for name in names]
+    layers = [(name, named[name]) for name in names]
+    attentions = [(f"{name}.self_attn", named[f"{name}.self_attn"]) for name in names]
     for name, attention in attentions:
         _check_attention(name, attention, family)
     generators = [(name, module) for name, module in named.items() if isinstance(module, GenerationMixin)]
     around = family.outer_model
     outer = [(name, module) for name, module in named.items() if around and isinstance(module, around)]
-    return _Parts(family, (texts[0], named[texts[0]]), attentions, whole, outer, generators)
+    return _Parts(family, (texts[0], named[texts[0]]), layers, attentions, whole, outer, generators)
 
 
 def _check_attention(name: str, attention: nn.Module, family: Family) -> None:
@@ -352,15 +354,9 @@ def _apply(handle: PatchHandle, plan: ModelPlan, parts: _Parts) -> None:
         shown = partial(_describe, attention, plan.window, handle.layout, handle.backend)
         log.set(f"{name}.extra_repr", attention, "extra_repr", shown)  # for print(model)
     if compiled := handle.compile_layers:
-        name = f"{parts.text[0]}.layers" if parts.text[0] else "layers"
-        layers: Any = parts.text[1].layers
-        for index, layer in enumerate(layers):
-            log.set(
-                f"{name}.{index}.{COMPILED}",
-                layer,
-                COMPILED,
-                CompiledLayer(layer, {} if compiled is True else compiled),
-            )
+        options_of_torch = {} if compiled is True else compiled
+        for name, layer in parts.layers:
+            log.set(f"{name}.{COMPILED}", layer, COMPILED, CompiledLayer(layer, options_of_torch))
     options = Options(
         parts.family, handle.layout, handle.backend, text, not plan.bidirectional, parts.whole, handle._calls
     )

@@ -8,6 +8,7 @@ from ..attention import KERNELS
 from ..geometry import Span
 from ..layers import make_room
 from ..plan import SLIDING
+from ..rules import Rule
 from ..step import FixedRowStep, RowStep, Step, WindowStep
 from .backend import Backend, ModelCall
 
@@ -24,15 +25,16 @@ class Windowed(Backend):
     def __init__(self, block: int | None = None) -> None:
         self.block = block
 
+    def _over(self, call: ModelCall, rule: Rule, keys: Span) -> WindowStep:
+        return WindowStep(call.family, rule, call.queries, keys, self.name, self.block, call.fixed)
+
     def begin_global(self, call: ModelCall, keys: Span) -> Step:
-        return WindowStep(call.family, call.rule.endless(), call.queries, keys, self.name, self.block, call.fixed)
+        return self._over(call, call.rule.endless(), keys)
 
     def begin(self, call: ModelCall) -> dict[str, Step] | str:
         layers = call.writable
         if layers is None or not call.is_row:
-            return {
-                SLIDING: WindowStep(call.family, call.rule, call.queries, call.keys, self.name, self.block, call.fixed)
-            }
+            return {SLIDING: self._over(call, call.rule, call.keys)}
         make_room(layers, 1)
         how = call.family, call.rule, call.queries, layers[0], KERNELS[self.name]
         if not (call.cache.fixed or call.fixed):
