@@ -148,13 +148,14 @@ def _fuses(choice: Choice, queries: Span) -> bool:
 
 def _alike(parts: Iterable[Rectangle], choice: Choice) -> Iterator[tuple[Rectangle, int]]:
     """The same, and how many of them look alike, each one block further down: those are one call."""
-    first, times = next(iter_ := iter(parts), None), 1
-    for part in iter_:
-        assert first is not None
-        if choice.together and part.is_further(first, times):
+    first: Rectangle | None = None
+    times = 0
+    for part in parts:
+        if first is not None and choice.together and part.is_further(first, times):
             times += 1
             continue
-        yield first, times
+        if first is not None:
+            yield first, times
         first, times = part, 1
     if first is not None:
         yield first, times
